@@ -239,6 +239,11 @@ def weight_lines(plan: Plan, weights: HostWeights) -> tuple[str, ...]:
         f"  {len(weights.weights)} weights of {moved / 1e6:.3g} MB, loaded around their uses within "
         f"{weights.ring_bytes / 1e6:.3g} MB"
     ]
+    in_files = sum(plan.params[p].weight_in_file for p in weights.weights)
+    if in_files:
+        lines.append(f"  {in_files} of them in files")
+    if (count := len(weights.weights) - in_files) and in_files:
+        lines.append(f"  {count} of them in host memory, because their state is on the device")
     by_reason: dict[str, list[str]] = {}
     for p, reason in weights.kept.items():
         by_reason.setdefault(reason.partition(":")[0], []).append(plan.params[p].name)

@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zenflow": {"update_interval": 2},
     "zenflow_files": {"offload_device": "nvme", "host_window_bytes": 1 << 16},
     "zero_infinity": {"policy": "zero_infinity"},
+    "weights_in_files": {"policy": "zero_infinity", "offload_weights": 1.0, "offload_weights_device": "nvme"},
     "deep_optimizer_states": {"policy": "deep_optimizer_states", "update_stride": 1},
 }
 
@@ -103,7 +104,7 @@ def threads() -> set[int | None]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_failed_construction_releases_everything(name: str, tmp_path: Path) -> None:
     options = dict(OPTIONS[name])
-    if name in ("zenflow_files", "zero_infinity"):
+    if name in ("zenflow_files", "zero_infinity", "weights_in_files"):
         options["nvme_path"] = tmp_path
     model = mlp()
     build(model, options).close()  # what is made once per process

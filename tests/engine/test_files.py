@@ -30,8 +30,9 @@ from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Tr
 from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.nvme import state_file, transfers
-from zenflow_compile.runtime.nvme.cache import FILE_THREADS, NvmeCache
+from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.chunk import Chunk, Place, chunk_bytes
+from zenflow_compile.runtime.nvme.scratch_files import FILE_THREADS
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
@@ -252,7 +253,7 @@ def test_full_disk_raises_and_the_checkpoint_continues(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_unreadable_disk_raises(kernel: str, files: Directories) -> None:
     training = files.training({"policy": "zero_infinity", "host_kernel": kernel}).run(0, 2)
-    file = cache_of(training)._directory._files[0]
+    file = cache_of(training).files.directory._files[0]
     only_to_write = os.open(file.path, os.O_WRONLY)
     os.dup2(only_to_write, file.opened.fileno(), inheritable=False)
     os.close(only_to_write)
@@ -272,7 +273,7 @@ def test_corrupted_byte_raises_with_file_and_parameter(name: str, kernel: str, f
     training.load(saved)
     training.optimizer.synchronize()
     training.optimizer.state_dict()  # reads all chunks, so that changed ones are written
-    file = cache_of(training)._directory._files[0]
+    file = cache_of(training).files.directory._files[0]
     with file.path.open("r+b") as raw:
         for chunk in cache_of(training)._chunks:
             raw.seek(state_file.PAGE_BYTES + chunk.offset + 100)
@@ -497,7 +498,7 @@ def test_killed_process_resumes_from_its_checkpoint(name: str, tmp_path: Path) -
 
 def test_header_names_format_and_process(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"})
-    file = cache_of(training)._directory._files[0]
+    file = cache_of(training).files.directory._files[0]
     with file.path.open("rb") as raw:
         assert raw.readline() == state_file.MAGIC
         about = json.loads(raw.readline())

@@ -120,18 +120,28 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "clipping": {"max_grad_norm": 0.1},
     "files": {"update_interval": 2, "offload_device": "nvme", "host_window_bytes": 1 << 17},
     "all files": {"policy": "zero_infinity", "host_window_bytes": 1 << 17},
-}
+    "weights in files": {"policy": "zero_infinity", "host_window_bytes": 1 << 17},
+    "reselected weights in files": {
+        "update_interval": 2, "select_strategy": "step", "select_interval": 2, "offload_device": "nvme",
+        "host_window_bytes": 1 << 17,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.long
-@each_member(["gpt_tied"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+OFTEN = "weights in files"
+
+
+@each_member(["gpt_tied", "llama"], long=["llama"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=() if name == OFTEN else pytest.mark.long) for name in SCHEDULES]
+)
 def test_every_schedule_updates_weights_on_the_host(
     member: Member, schedule: str, steps: list[Seen], tmp_path: Path
 ) -> None:
     options = {**SCHEDULES[schedule], **({"nvme_path": tmp_path} if "files" in schedule else {})}
     plain = train(member, "eager", 14, **options)
-    offloaded = train(member, "eager", 14, offload_weights=1.0, **options)
+    device = "nvme" if "weights in files" in schedule else "cpu"
+    offloaded = train(member, "eager", 14, offload_weights=1.0, offload_weights_device=device, **options)
     assert steps[-1].loads > 0
     assert offloaded.losses == plain.losses
     assert largest_difference(offloaded, plain, member) == 0.0

@@ -197,6 +197,17 @@ def test_split_masters_need_bf16_weights() -> None:
         ZenFlowAdamW([nn.Parameter(torch.zeros(512, 64).half())], policy="zero_offload", split_master=True)
 
 
+def test_split_masters_need_weights_in_memory(tmp_path: Path) -> None:
+    files: dict[str, Any] = {
+        "policy": "zero_infinity",
+        "nvme_path": tmp_path,
+        "offload_weights": 1.0,
+        "offload_weights_device": "nvme",
+    }
+    with pytest.raises(ValueError, match=r'split_master=True with offload_weights_device="nvme" is not supported'):
+        ZenFlowAdamW([nn.Parameter(torch.zeros(512, 64).bfloat16())], **files, split_master=True)
+
+
 def test_other_dtypes_keep_fp32_masters() -> None:
     params = [nn.Parameter(torch.zeros(256, 256, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     with ZenFlowAdamW(params, policy="zero_offload", split_master=True) as optimizer:

@@ -12,14 +12,19 @@ from pathlib import Path
 import torch
 
 from tests.support.training import EAGER_BACKEND, LARGEST_STATE, Training
+from zenflow_compile.runtime.parameters import host_weights
 
+LARGEST_WEIGHT = 4 * 32 * 32
 EVERY = 5  # steps per checkpoint
 
 
 def main(folder: Path, policy: str, steps: int) -> None:
     options = {"policy": policy, "workers": 1}
-    if policy == "zero_infinity":
-        options.update(nvme_path=str(folder), host_window_bytes=LARGEST_STATE)
+    if weights_in_files := policy == "weights in files":
+        host_weights.SMALLEST_WEIGHT_BYTES = 1
+        options.update(policy="zero_infinity", offload_weights=1.0, offload_weights_device="nvme")
+    if policy == "zero_infinity" or weights_in_files:
+        options.update(nvme_path=str(folder), host_window_bytes=LARGEST_STATE + weights_in_files * LARGEST_WEIGHT)
     training, checkpoint, begin = Training(EAGER_BACKEND, options), folder / "checkpoint", 0
     if checkpoint.exists():
         number, _, saved = checkpoint.read_bytes().partition(b"\n")

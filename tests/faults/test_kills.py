@@ -31,7 +31,7 @@ def run(folder: Path, policy: str, *, kill_after: float | None = None) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("policy", ["zenflow", "zero_infinity", "deep_optimizer_states"])
+@pytest.mark.parametrize("policy", ["zenflow", "zero_infinity", "weights in files", "deep_optimizer_states"])
 def test_killed_run_ends_like_an_undisturbed_one(policy: str, tmp_path: Path) -> None:
     draw = random.Random(policy)
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"

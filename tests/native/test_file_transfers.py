@@ -14,7 +14,7 @@ from zenflow_compile.native.library import library
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.nvme import state_file
-from zenflow_compile.runtime.nvme.chunk import Chunk
+from zenflow_compile.runtime.nvme.chunk import STATE, Chunk
 from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, StateFileError, memory_of
 from zenflow_compile.runtime.nvme.transfers import make_transfer
 from zenflow_compile.runtime.recorder import Recorder
@@ -36,7 +36,9 @@ def test_chunks_are_moved_as_by_python(direct: bool, tmp_path: Path, monkeypatch
         monkeypatch.setattr(state_file, "_open_direct", lambda *_: None)
     plan = plan_of(0, 20 * PIECE_BYTES // 9 // 768)  # a part of a piece at the end
     directory, pool, arena = ScratchDirectory(tmp_path), NativePool(1, Recorder()), HostArena(100 << 20)
-    chunk = Chunk(plan, directory.create(60 << 20, {}), 3 * state_file.PAGE_BYTES)
+    chunk = Chunk(
+        plan, directory.create(60 << 20, {}, purpose="for a test", otherwise="none"), 3 * state_file.PAGE_BYTES, STATE
+    )
     assert chunk.size > 2 * PIECE_BYTES
     written, memory = (arena.take((chunk.size,), torch.uint8) for _ in range(2))
     written.random_(generator=torch.Generator().manual_seed(0))

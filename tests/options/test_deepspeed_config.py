@@ -185,6 +185,30 @@ def test_auto_of_the_optimizer_needs_a_value(name: str) -> None:
     assert found[name] == value
 
 
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        ("none", {}),
+        ("cpu", {"offload_weights": 1.0}),
+        ("nvme", {"offload_weights": 1.0, "offload_weights_device": "nvme"}),
+    ],
+)
+def test_offload_param_is_read(device: str, found: dict[str, Any], tmp_path: Path) -> None:
+    path = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": path, "offload_param": {**path, "device": device, "pin_memory": True}}
+    keywords = read_quietly({"zero_optimization": zero})
+    assert keywords == {"policy": "zero_infinity", "nvme_path": str(tmp_path), **found}
+    assert Options.from_keywords(**keywords).offload_weights_device == found.get("offload_weights_device", "cpu")
+
+
+def test_offload_param_needs_the_same_directory() -> None:
+    blocks = {f"offload_{name}": {"device": "nvme", "nvme_path": name} for name in ("optimizer", "param")}
+    with pytest.raises(ValueError, match=r"nvme_path='param' .*must be one directory"):
+        read_deepspeed_config({"zero_optimization": blocks})
+    with pytest.raises(ValueError, match=r"offload_param\.device='gds'.*use \"cpu\""):
+        read_deepspeed_config({"zero_optimization": {"offload_param": {"device": "gds"}}})
+
+
 def test_keywords_replace_those_of_the_file() -> None:
     config = {**adam(params={"lr": 1e-4}), "gradient_clipping": "auto"}
     assert read_quietly_with(config, lr=1e-3, max_grad_norm=2.0) == {

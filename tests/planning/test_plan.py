@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zenflow_compile.planning.plan import ParamPlan, Placement, Plan, resident_in_window
+from zenflow_compile.planning.plan import (
+    FILE_WINDOW_BYTES,
+    FILES_IN_TURN,
+    ParamPlan,
+    Placement,
+    Plan,
+    resident_in_window,
+    weight_window_bytes,
+)
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
@@ -72,7 +80,7 @@ def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str
     arena = HostArena(HostState.arena_bytes(plan))
     kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_gradients=plan.gradient_buffers)
     host = HostState.allocate(plan, arena, kernel)
-    tensors = [*host.state(), *host.gradients, *host.uploads]
+    tensors = [*host.state(), *host.gradients, *[each.tensor() for each in host.uploads]]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes
     assert plan.host_bytes <= HostState.arena_bytes(plan) <= plan.host_bytes + 64 * len(tensors)
     assert arena.used_bytes == HostState.arena_bytes(plan)
@@ -122,6 +130,28 @@ def test_plan_sums_its_parameters() -> None:
 def test_first_states_stay_in_the_window(sizes: list[int], window: int, resident: list[bool]) -> None:
     """Those that fit into what four times the largest leaves."""
     assert resident_in_window(sizes, window) == resident
+
+
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [
+        (None, 40),  # all of them
+        (60 + 10, 10),  # the least: one of each
+        (60 + 25, 25),  # what one state leaves
+        (60 + 50, 40),  # all, and the rest is the state's
+        (180 + 35, 40),  # four of them come before the last bytes of the state
+    ],
+)
+def test_weights_have_a_part_of_the_window(given: int | None, window: int) -> None:
+    assert weight_window_bytes([10, 10, 10, 10], [60, 60, 60], given) == window
+
+
+def test_default_window_of_weights_has_four_turns() -> None:
+    large = FILE_WINDOW_BYTES
+    assert weight_window_bytes([large] * 9, [6 * large] * 9, None) == FILES_IN_TURN * large
+    assert weight_window_bytes([large // 16] * 99, [large] * 99, None) == large
+    assert weight_window_bytes([large] * 9, [6 * large] * 9, 8 * large) == 2 * large
+    assert weight_window_bytes([large] * 9, [6 * large] * 9, 20 * large) == FILES_IN_TURN * large
 
 
 def in_files(*sizes: int, window: int | None) -> Plan:

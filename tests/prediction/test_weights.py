@@ -160,6 +160,11 @@ def test_device_memory_is_monotone_in_the_budget(policy: str) -> None:
     assert needed[0] < needed[-1]
 
 
+def test_weights_in_files_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'offload_weights_device="nvme" cannot be predicted in this version'):
+        predicted(policy="zero_infinity", nvme_path="x", offload_weights=1.0, offload_weights_device="nvme")
+
+
 def test_weights_that_fit_cross_no_more() -> None:
     found = predicted(offload_weights=ALL)
     assert (found["weights"]["offloaded"], found["weights"]["ring_bytes"], found["loads"]) == (0, 0, 0)

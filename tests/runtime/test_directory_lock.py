@@ -104,7 +104,7 @@ def test_name_taken_by_another_program_is_kept(tmp_path: Path) -> None:
     taken = tmp_path / f"zenflow-{os.getpid()}-0.state"
     taken.write_text("theirs")
     with pytest.raises(ValueError, match=f"'{taken.name}' in it was not written by this optimizer; remove it"):
-        directory.create(PAGE_BYTES, {})
+        directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     assert taken.read_text() == "theirs"
     directory.close()
 

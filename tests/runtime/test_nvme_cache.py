@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
@@ -24,6 +25,7 @@ from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.nvme.cache import NvmeCache, cache_bytes
 from zenflow_compile.runtime.nvme.cached_state import CachedState
 from zenflow_compile.runtime.nvme.chunk import chunk_bytes
+from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFileError
 from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 from zenflow_compile.runtime.recorder import Recorder
@@ -90,14 +92,15 @@ class Files:
     def __init__(self, path: Path, native: bool) -> None:
         self.native = native
         self.recorder = Recorder()
-        self.cache = NvmeCache(path, self.recorder, native=native)
+        self.scratch = ScratchFiles(path, self.recorder, native=native)
+        self.cache = NvmeCache(self.scratch, self.recorder)
         self.pool = NativePool(2, self.recorder)
         self.workers = HostWorkers(self.pool, PythonPool(2, self.recorder), 2)
         self.stores: list[CachedState] = []
         self.made: list[Job] = []
 
     def add(self, plans: list[ParamPlan], size: int) -> list[CachedState]:
-        new = [CachedState(self.cache, chunk) for chunk in self.cache.add(plans, "test", size).values()]
+        new = [CachedState(self.cache, chunk) for chunk in self.cache.add(plans, "test", size)]
         for number, store in enumerate(new, start=len(self.stores)):
             with store.acquire(write=True) as state:
                 assert not any(tensor.any() for tensor in state)
@@ -128,11 +131,12 @@ class Files:
             if store.chunk.place is not None:
                 for job in store.chunk.place.users:
                     job.settle()
-        self.cache.land()
+        self.scratch.land()
 
     def close(self) -> None:
         self.workers.close()
         self.cache.close()
+        self.scratch.close()
 
 
 @pytest.fixture(params=[True, False], ids=["native", "python"])
@@ -386,7 +390,7 @@ def test_full_disk_raises_until_overwritten(files: Files) -> None:
         for store in stores:
             assert store.chunk.write is not None
             store.chunk.write.settle()
-    assert files.cache.failed
+    assert files.scratch.failed
     for number, store in enumerate(stores, start=1):
         assert isinstance(store.error, StateFileError)
         for use in (lambda store=store: values(store), files.swap(store, 6.0, step=2).job.wait):
@@ -513,10 +517,99 @@ def test_interrupted_growth_loses_nothing(files: Files) -> None:
     assert [values(store) for store in first] == [{7.0}] * 3
 
 
+def test_reads_and_writes_of_a_chunk_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job overwrites a chunk in other memory than a late read fills. The file is written behind that read."""
+    files = Files(tmp_path, native=False)
+    first, second, third = files.add([plan_of(index) for index in range(3)], 2 * chunk_bytes(plan_of(0)))
+    assert values(second) | values(third) == {1.0, 2.0}
+    arrived, read, calls = threading.Event(), os.preadv, itertools.count()
+
+    def late(*arguments: Any) -> int:
+        if not next(calls):
+            arrived.wait(20)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", late)
+    assert files.cache.bring(first.chunk, step=0) is not None
+    for store in (second, third):  # one of them takes its memory, behind the read
+        files.cache.bring(store.chunk, step=0)
+    assert first.chunk.place is None
+    needs = files.cache.prepare_fresh(first.chunk)
+    assert first.chunk.fresh is not None
+    state = first.chunk.fresh.tensors
+    overwrite = [lambda: sum(tensor.fill_(9.0).nbytes for tensor in state)]
+    job = PythonJob(overwrite, (), needs.after, behind=needs.behind, deadline=0, step=0, param="p0")
+    first.used_by(job)
+    files.workers.submit(job)
+    write = first.chunk.write
+    assert write is not None
+    job.wait()
+    time.sleep(0.05)
+    assert not write.is_set
+    arrived.set()
+    write.wait()
+    assert values(first) == {9.0}
+    files.close()
+
+
+def test_fresh_memory_is_not_read(files: Files) -> None:
+    first, second, _ = files.add([plan_of(index) for index in range(3)], chunk_bytes(plan_of(0)))
+
+    def overwrite() -> None:
+        needs = files.cache.prepare_fresh(first.chunk)
+        assert first.chunk.fresh is not None
+        state = first.chunk.fresh.tensors
+        job: Job
+        place: dict[str, Any] = {"behind": needs.behind, "deadline": 0, "step": 0, "param": "p0"}
+        blocks = [torch.full((40, LENGTH), 5.0) for _ in range(3)]
+        if files.native:
+            rows, bounds = torch.arange(40, dtype=torch.int32), bounds_of([slice(0, 40)])
+            job = NativeJob(NativeExchange(state, rows, blocks, bounds), (), needs.after, files.pool.handle, **place)
+        else:
+            job = PythonJob([lambda: sum(tensor.fill_(5.0).nbytes for tensor in state)], (), needs.after, **place)
+        first.used_by(job)
+        files.workers.submit(job)
+
+    values(second)
+    assert files.moved(overwrite) == [("write", "p0")]
+    assert values(second) == {1.0}
+    assert values(first) == {5.0}
+
+
+def test_unused_fresh_memory_loses_nothing(files: Files) -> None:
+    """An interrupt comes between memory and job."""
+    first, second, third = files.add([plan_of(index) for index in range(3)], 2 * chunk_bytes(plan_of(0)))
+    assert values(second) | values(third) == {1.0, 2.0}
+    files.cache.prepare_fresh(first.chunk)
+    assert values(first) == {0.0}
+    assert values(second) | values(third) == {1.0, 2.0}
+    files.cache.prepare_fresh(first.chunk)
+    assert files.swap(first, 7.0).seen == {0.0}
+    assert values(second) | values(third) == {1.0, 2.0}
+    assert values(first) == {7.0}
+
+
+def test_copies_keep_their_memory(files: Files) -> None:
+    first, second = files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
+    filling = files.cache.bring(first.chunk, step=0)
+    assert filling is not None
+    files.cache.read_by(first.chunk, copy := ThreadTicket())
+    filling.wait()
+    memory = CachedState(files.cache, first.chunk).state().master
+    after = files.cache.bring(second.chunk, step=0)
+    assert after is not None
+    time.sleep(0.05)
+    assert not after.is_set
+    assert float(memory.mean()) == 0.0
+    copy.set(OSError("a copy that fails has ended, too"))
+    after.wait()
+    assert values(second) == {1.0}
+
+
 @pytest.mark.parametrize("given", [None, 40 * 768, 50 * 768, 10**9])
 def test_cache_size_is_as_given_and_at_most_all_chunks(given: int | None) -> None:
     plans = [plan_of(0, 10), plan_of(1, 40), plan_of(2, 40)]
-    size = cache_bytes(plans, given)
+    size = cache_bytes(plans, given).state
     assert size >= chunk_bytes(plans[1])
     assert size <= sum(map(chunk_bytes, plans))
     assert given is None or size < given + PAGE_BYTES
@@ -524,10 +617,10 @@ def test_cache_size_is_as_given_and_at_most_all_chunks(given: int | None) -> Non
 
 def test_default_cache_is_two_chunks_or_more() -> None:
     large = [plan_of(index, 1 << 16) for index in range(4)]  # of 48 MiB
-    assert cache_bytes(large, None) == 2 * chunk_bytes(large[0]) > FILE_WINDOW_BYTES
+    assert cache_bytes(large, None).state == 2 * chunk_bytes(large[0]) > FILE_WINDOW_BYTES
     small = [plan_of(index, 1 << 10) for index in range(400)]  # of 0.75 MiB
-    assert cache_bytes(small, None) == FILE_WINDOW_BYTES
-    assert cache_bytes(small[:10], None) == sum(map(chunk_bytes, small[:10]))
+    assert cache_bytes(small, None).state == FILE_WINDOW_BYTES
+    assert cache_bytes(small[:10], None).state == sum(map(chunk_bytes, small[:10]))
 
 
 def test_cache_smaller_than_a_chunk_is_refused() -> None:

@@ -26,6 +26,7 @@ from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
 from zenflow_compile.runtime.host.state_forms import PLAIN, StateRows
+from zenflow_compile.runtime.host.upload_buffer import InMemoryUpload
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters import state_exchange
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
@@ -282,7 +283,7 @@ def test_exchange_writes_the_weights(
             wanted = wanted_after(expected.device.selection, swaps, swaps + 1)
             expected.exchange_now(wanted)
             weights.expect(before, expected)
-            actual.start(made.exchange, wanted, weights=weights.tensor)
+            actual.start(made.exchange, wanted, weights=InMemoryUpload(weights.tensor))
             made.exchange.finish()
             actual.host.wait()
             actual.assert_same(expected)
@@ -306,7 +307,7 @@ class StoredSides:
             rows.write([torch.randn(9, length), torch.randn(9, length), torch.rand(9, length) ** 4])
 
     def tensors(self) -> list[Tensor]:
-        return [*self.device.state(), *self.host.state(), *self.host.uploads]
+        return [*self.device.state(), *self.host.state(), *(each.tensor() for each in self.host.uploads)]
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
@@ -327,9 +328,8 @@ def test_exchange_converts_rows(
             change = reselect(expected.device.selection, wanted_after(expected.device.selection, swaps, swaps + 1))
             with expected.host.acquire(write=True) as rows:
                 exchange_rows(expected.device.state(), rows, change.device_rows, change.host_rows)
-            made.exchange.start(
-                actual.device, actual.host, change, step=0, deadline=0, weights=actual.host.master_weights
-            )
+            weights = actual.host.newest_upload if split else None
+            made.exchange.start(actual.device, actual.host, change, step=0, deadline=0, weights=weights)
             for each in (expected, actual):
                 each.device.selection = change.selection
             made.exchange.finish()
@@ -348,7 +348,12 @@ def test_exchange_waits_for_reads_of_the_weights(native: bool, monkeypatch: pyte
     with engine(plan) as made:
         sides.host.native = made.native.handle if native else None
         before = sides.device.selection.deferred
-        sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4), weights=weights.tensor, reads=reads)
+        sides.start(
+            made.exchange,
+            wanted_after(sides.device.selection, 4, 4),
+            weights=InMemoryUpload(weights.tensor),
+            reads=reads,
+        )
         first, second = sides.host.exchanges
         time.sleep(0.05)  # a job that does not wait has run
         assert not first.is_set
@@ -367,7 +372,7 @@ def test_ended_reads_are_no_input() -> None:
     sides = Sides(plan)
     with engine(plan) as made:
         sides.host.last_job = held = HeldJob()
-        wanted, weights = wanted_after(sides.device.selection, 4, 4), torch.zeros(12, 8)
+        wanted, weights = wanted_after(sides.device.selection, 4, 4), InMemoryUpload(torch.zeros(12, 8))
         sides.start(made.exchange, wanted, weights=weights, reads=ThreadTicket.ended(None))
         (job,) = sides.host.exchanges
         assert isinstance(job, state_exchange.ExchangeJob)
@@ -554,7 +559,7 @@ def test_workers_record_the_written_weights(native: bool) -> None:
     with engine(plan) as made:
         sides.host.native = made.native.handle if native else None
         made.recorder.attach(timeline := Timeline())
-        weights = torch.zeros(12, 8, dtype=torch.bfloat16)
+        weights = InMemoryUpload(torch.zeros(12, 8, dtype=torch.bfloat16))
         sides.start(made.exchange, wanted_after(sides.device.selection, 3, 4), weights=weights)
         made.exchange.finish()
         sides.host.wait()

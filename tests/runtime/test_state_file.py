@@ -24,7 +24,7 @@ HOLD = """
 import os, sys, time
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 directory = ScratchDirectory(sys.argv[1])
-directory.create(8192, {})
+directory.create(8192, {}, purpose="for a test", otherwise="none")
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -49,7 +49,7 @@ def test_chunks_are_read_as_written(direct: bool, tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(state_file, "_open_direct", lambda path, header: None)
     monkeypatch.setattr(state_file, "PIECE_BYTES", 2 * PAGE_BYTES)
     directory = ScratchDirectory(tmp_path)
-    file = directory.create(8 * PAGE_BYTES, {})
+    file = directory.create(8 * PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     if direct and not file.direct:
         pytest.skip("no direct I/O on the file system of temporary files")
     _arena, memory = pages(5)
@@ -72,7 +72,7 @@ def test_chunks_are_read_as_written(direct: bool, tmp_path: Path, monkeypatch: p
 
 def test_truncated_file_raises(tmp_path: Path) -> None:
     directory = ScratchDirectory(tmp_path)
-    file = directory.create(4 * PAGE_BYTES, {})
+    file = directory.create(4 * PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     os.truncate(file.path, 3 * PAGE_BYTES)
     _arena, memory = pages(4)
     with pytest.raises(OSError, match="ends before"):
@@ -121,11 +121,11 @@ def test_full_disk_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     directory = ScratchDirectory(tmp_path)
     stats = os.statvfs(tmp_path)
     with pytest.raises(ValueError, match=r"nvme_path=.*too little space.*; free some"):
-        directory.create(stats.f_blocks * stats.f_frsize, {})
+        directory.create(stats.f_blocks * stats.f_frsize, {}, purpose="for a test", otherwise="none")
     for code in (errno.ENOSPC, errno.EDQUOT):
         monkeypatch.setattr(os, "posix_fallocate", refused("posix_fallocate", code))
         with pytest.raises(ValueError, match=r"nvme_path=.*too little space"):
-            directory.create(PAGE_BYTES, {})
+            directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     directory.close()
 
@@ -152,9 +152,9 @@ def test_relative_path_survives_a_change_of_directory(tmp_path: Path, monkeypatc
     (tmp_path / "swap").mkdir()
     monkeypatch.chdir(tmp_path)
     directory = ScratchDirectory("swap")
-    directory.create(PAGE_BYTES, {})
+    directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     monkeypatch.chdir("/")
-    directory.create(PAGE_BYTES, {})
+    directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     assert len(list((tmp_path / "swap").iterdir())) == 3
     directory.close()
     assert not list((tmp_path / "swap").iterdir())

@@ -34,6 +34,7 @@ from zenflow_compile.runtime.device.copy_lanes import Gate
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.nvme.state_file import whole_pages
 from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.host_state import WindowJob
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob
@@ -80,8 +81,21 @@ WEIGHT_SETS = {
         "reselect stale", "zero_offload", "twinflow", "files", "zenflow files", "max_grad_norm", "python workers",
         "one upload buffer", "shared",
     )
-} | {"weights resident": {"policy": "resident", "offload_weights": 1.0}}  # fmt: skip
-"""With weights in host memory, which graphs load around their uses."""
+} | {
+    "weights resident": {"policy": "resident", "offload_weights": 1.0},
+    **{
+        f"weights in {name}": {**OPTION_SETS[name], "offload_weights": 1.0, "offload_weights_device": "nvme"}
+        for name in ("files", "zenflow files")
+    },
+    "weights in aten files": {
+        "policy": "zero_infinity", "host_kernel": "aten", "offload_weights": 1.0, "offload_weights_device": "nvme",
+    },
+    "weights in stale files": {
+        **SELECTING, "update_interval": 2, "staleness": 1, "offload_device": "nvme", "offload_weights": 1.0,
+        "offload_weights_device": "nvme",
+    },
+}  # fmt: skip
+"""With weights in host memory or in files, which graphs load around their uses."""
 
 _ROUNDED = {"min_offload_size": 10_000, "state_dtype": "fp8", "split_master": True}
 STATE_SETS = {
@@ -247,7 +261,9 @@ class Loop:
         self._folder = tempfile.TemporaryDirectory()
         if options.get("policy") == "zero_infinity" or "offload_device" in options:
             options["nvme_path"] = self._folder.name
-            options["host_window_bytes"] = 12 * max(each.numel() for each in self.model.parameters())  # of the largest
+            largest = max(each.numel() for each in self.model.parameters())
+            weights = whole_pages(4 * largest) if "offload_weights_device" in options else 0
+            options["host_window_bytes"] = 12 * largest + weights
         if case.ranks > 1:
             options["process_group"] = dist.group.WORLD if device.type == "cpu" else group_of_all()
             options["workers"] = 1  # they divide the machine

@@ -204,6 +204,7 @@ MUTANTS = {
 }  # fmt: skip
 
 WEIGHT = "parameters.host_weight:HostWeight."
+CACHE = "nvme.cache:NvmeCache."
 WEIGHT_MUTANTS = {
     "load before its copy": without(
         WEIGHT + "_fill", "staged.ticket.wait_on_device()", Case("weights exact", delays="H2D late")
@@ -221,8 +222,22 @@ WEIGHT_MUTANTS = {
         PARAM + "OffloadedParam._reselect", "self.host.upload_writer = self.host.last_job",
         Case("weights reselect often", delays="jobs late"),
     ),
+    "copy of a weight before it is read": without(
+        CACHE + "bring", "return place.writer", Case("weights in files", delays="jobs late"), "return None"
+    ),
+    "read over a weight that is being copied": without(
+        CACHE + "read_by", "chunk.place.users.append(copy)", Case("weights in files", delays="H2D late")
+    ),
+    "weight written to its file before its job": Mutant(
+        ((CACHE + "used_by", "place.users.append(job)", "pass"),
+         (CACHE + "_write", "(place.read, chunk.changed_by)", "(place.read,)")),
+        Case("weights in files", delays="jobs late"),
+    ),
+    "update over a weight that is being written": without(
+        CACHE + "prepare_fresh", "tuple(place.unsettled())", Case("weights in files", delays="jobs late"), "()"
+    ),
 }  # fmt: skip
-"""Hazards of weights in host memory."""
+"""Hazards of weights in host memory, or in files."""
 
 MEMORY = "host.device_memory:DeviceMemory."
 MEMORY_MUTANTS = {

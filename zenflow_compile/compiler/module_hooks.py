@@ -50,7 +50,7 @@ def _show_host_weights(engine_id: int, module: nn.Module, found: dict[str, Any],
 def _apply_before_load(engine_id: int, module: nn.Module, *loading: Any) -> None:
     if (engine := live_engine(engine_id)) is not None:
         engine.before_load()
-        engine.hold_weights(module.parameters(recurse=False))
+        engine.hold_weights(module.parameters(recurse=False), to_write=True)
 
 
 def _release_after_load(engine_id: int, module: nn.Module, incompatible: Any) -> None:

@@ -11,7 +11,7 @@ from itertools import count
 from torch import uint8
 
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.nvme.cache import FILE_THREADS
+from zenflow_compile.runtime.nvme.scratch_files import FILE_THREADS
 from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, memory_of
 
 _MOST_PIECES = 64  # and at most half of the free space, but at least one

@@ -32,7 +32,7 @@ _ADAM_SWITCHES = ("adam_w_mode", "bias_correction", "amsgrad", "torch_adam")
 _READ_FROM_CONFIG = (
     "zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps", "communication_data_type",
 )  # fmt: skip
-_READ_FROM_ZERO = ("zenflow", "offload_optimizer", "cpu_offload", "sub_group_size")
+_READ_FROM_ZERO = ("zenflow", "offload_optimizer", "offload_param", "cpu_offload", "sub_group_size")
 _READ_FROM_OFFLOAD = ("device", "pin_memory")
 _BLANK = ("auto", None)
 _PRECISIONS = {
@@ -45,11 +45,11 @@ _WITHOUT_EFFECT = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
 def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
     """Read a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
 
-    It reads ``zero_optimization.zenflow``, ``offload_optimizer``, ``sub_group_size``, ``optimizer``,
-    ``gradient_clipping``, ``gradient_accumulation_steps`` and ``communication_data_type``; one warning names everything
-    else. Without a ``zenflow`` block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or twinflow if its
-    ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the block,
-    ``"nvme"`` is state in files.
+    It reads ``zero_optimization.zenflow``, ``offload_optimizer``, ``offload_param``, ``sub_group_size``,
+    ``optimizer``, ``gradient_clipping``, ``gradient_accumulation_steps`` and ``communication_data_type``; one warning
+    names everything else. Without a ``zenflow`` block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or
+    twinflow if its ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the
+    block, ``"nvme"`` is state in files. ``offload_param`` on ``"cpu"`` or ``"nvme"`` is ``offload_weights=1.0`` there.
 
     ``"auto"`` is a blank for another program to fill in, except in the three options that have an automatic mode. It is
     refused for ``lr``, ``betas``, ``eps`` and ``weight_decay`` unless ``keywords`` has them, and left out everywhere
@@ -67,13 +67,15 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
         TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is not a JSON
             object.
         ValueError: not valid JSON, a duplicate key, an optimizer other than Adam, an unknown device for optimizer
-            state, or ``"auto"`` where a number is needed.
+            state or weights, two directories for files, or ``"auto"`` where a number is needed.
     """
     config, where = _load_json(source)
     zero = _block(config, "zero_optimization", where)
     zenflow = _block(zero, "zenflow", where)
     offload = _block(zero, "offload_optimizer", where)
+    weights = _block(zero, "offload_param", where)
     found = _read_offload(zero, offload, where)
+    found |= _read_offload_param(weights, found, where)
     for name, value in zenflow.items():
         if name not in ZENFLOW_OPTIONS:
             raise unknown_option(name, ZENFLOW_OPTIONS, where=f" in the zenflow block of {where}")
@@ -81,8 +83,9 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
             found[name] = value
     ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
     ignored += [
-        f"zero_optimization.offload_optimizer.{name}"
-        for name, value in offload.items()
+        f"zero_optimization.{block}.{name}"
+        for block, read in (("offload_optimizer", offload), ("offload_param", weights))
+        for name, value in read.items()
         if name not in (*_READ_FROM_OFFLOAD, *found) and value not in _WITHOUT_EFFECT.get(name, ())
     ]
     if config.get("optimizer") is not None:
@@ -142,6 +145,33 @@ def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: st
         whole = isinstance(elements, float) and elements.is_integer()  # "1e9" is a float in JSON
         found["sub_group_size"] = int(elements) if whole else elements
     return found
+
+
+def _read_offload_param(weights: Mapping[str, Any], found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Where the weights live.
+
+    Args:
+        found: what ``offload_optimizer`` says.
+    """
+    device = weights.get("device", "none")
+    if device not in ("cpu", "nvme", "none", None):
+        raise ValueError(
+            f"offload_param.device={device!r} in {where} is not supported in this version; "
+            'use "cpu" (host memory), "nvme" (files) or "none" (weights stay on the device)'
+        )
+    if device not in ("cpu", "nvme"):
+        return {}
+    offloaded: dict[str, Any] = {"offload_weights": 1.0}
+    if device == "nvme":
+        offloaded["offload_weights_device"] = "nvme"
+        if (path := weights.get("nvme_path")) not in _BLANK:
+            if found.get("nvme_path", path) != path:
+                raise ValueError(
+                    f"offload_param.nvme_path={path!r} and offload_optimizer.nvme_path={found['nvme_path']!r} in "
+                    f"{where} must be one directory, which has the files of both"
+                )
+            offloaded["nvme_path"] = path
+    return offloaded
 
 
 def _read_adam(

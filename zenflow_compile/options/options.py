@@ -177,7 +177,8 @@ class Options:
             ``"zero_infinity"`` always keeps it in files.
         nvme_path: Directory for these files, which are as large as the fp32 state; ``close()`` removes them.
         host_window_bytes: Host memory, in bytes, that caches state in files; at least the state of the largest
-            parameter's deferred part. None: twice that, and 64 MiB at least.
+            parameter's deferred part. None: twice that, and 64 MiB at least. With weights in files, it caches these,
+            too: at least the largest one more; None: four times that more, and 64 MiB at least.
         staging_bytes: Device memory, in bytes, that uploads pass through; at least the largest parameter's deferred
             slices. More than all uploads that can be in flight is not allocated. None: three times that minimum.
         weight_grad_order: Order of the backward. ``"asap"`` computes every weight gradient as soon as possible;
@@ -192,6 +193,8 @@ class Options:
             An integer: bytes of device memory that loaded weights may take, at least the largest weight. A number in
             (0, 1]: the share of these weights' bytes that leaves the device, as far as operators allow. ``"auto"``: as
             many stay as fit besides the peak of a step, which is measured. ``False``: all weights stay.
+        offload_weights_device: Where ``offload_weights`` keeps weights: ``"cpu"`` in host memory; ``"nvme"`` in files
+            under ``nvme_path``, behind a part of ``host_window_bytes``, if their state is in files, too.
         device_memory_bytes: Device memory, in bytes, that this process may use. Only ``offload_weights="auto"`` reads
             it. None: what is free when the engine is built, plus what PyTorch has reserved.
         host_kernel: Host Adam: ``"native"`` (one fused loop in C++; needs a C++ compiler), ``"aten"``
@@ -239,6 +242,7 @@ class Options:
     weight_grad_bytes: int | None = _integer(None, 0, unless=(None,))
     shared_buffers: bool = _option(False, check_flag)
     offload_weights: float | Literal[False, "auto"] = _option(False, _check_weights)
+    offload_weights_device: str = _choice("cpu", *OFFLOAD_DEVICES)
     device_memory_bytes: int | None = _integer(None, 1, unless=(None,))
     host_kernel: Literal["auto", "native", "aten"] = _choice("auto", "auto", "native", "aten")
 
@@ -278,7 +282,7 @@ class Options:
             self._check_zenflow()
 
     def _check_files(self) -> None:
-        """State in files needs a policy that reads files, and a directory."""
+        """State in files needs a policy that reads files, and a directory. Weights in files need state in files."""
         if self.offload_device == "nvme" and self.policy not in ("zenflow", "zero_infinity"):
             raise ValueError(
                 f'offload_device="nvme" under policy={self.policy!r} is not supported: state in files goes with '
@@ -289,6 +293,23 @@ class Options:
             raise ValueError(
                 "nvme_path=None must be a directory on a local disk for the optimizer state in files; pass "
                 "its path, or choose a policy that keeps state in memory"
+            )
+        if self.offload_weights_device == "nvme" and self.offload_weights is False:
+            raise ValueError(
+                'offload_weights_device="nvme" has no effect with offload_weights=False, which keeps all weights on '
+                'the device; pass offload_weights=1.0, bytes, or "auto", or leave offload_weights_device at "cpu"'
+            )
+        if self.offload_weights_device == "nvme" and not self.in_files:
+            raise ValueError(
+                f'offload_weights_device="nvme" under policy={self.policy!r} with state in memory is not supported: '
+                'weights are in files where their state is, which is larger; choose policy="zero_infinity", or '
+                'offload_device="nvme" with "zenflow", or offload_weights_device="cpu"'
+            )
+        if self.offload_weights_device == "nvme" and self.split_master:
+            raise ValueError(
+                'split_master=True with offload_weights_device="nvme" is not supported: weights that complete masters '
+                'must be in memory; pass split_master=False (state_dtype="bf16" or "fp8" takes less, too), or '
+                'offload_weights_device="cpu"'
             )
 
     def _check_zenflow(self) -> None:

@@ -14,7 +14,7 @@ _OF_FILES = ("nvme_path", "host_window_bytes")
 
 _READERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tokens_per_step", "fill_device"), ("auto",)),
-    "offload_device": ("zero_infinity", "zenflow"),
+    **dict.fromkeys(("offload_device", "offload_weights_device"), ("zero_infinity", "zenflow")),
     **dict.fromkeys(("state_dtype", "split_master"), ("zero_offload", "twinflow", "zenflow", "zero_infinity")),
     "ratio": ("twinflow", "deep_optimizer_states"),
     "sub_group_size": _STREAMING,

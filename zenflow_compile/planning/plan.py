@@ -71,6 +71,25 @@ def file_window_bytes(sizes: Sequence[int], given: int | None) -> int:
     return min(max(2 * largest, FILE_WINDOW_BYTES) if given is None else max(given, largest), sum(sizes))
 
 
+def weight_window_bytes(weights: Sequence[int], state: Sequence[int], given: int | None) -> int:
+    """Bytes of host memory that cache weights in files: a part of ``host_window_bytes``, or more where that is None.
+
+    State and weights are needed at other times, and in another order: in one memory, each would drive out what was read
+    ahead of the other.
+
+    Args:
+        weights: bytes of each weight, once for each of its buffers.
+        state: bytes of each parameter's state.
+        given: the option ``host_window_bytes``; at least the largest of both together.
+    """
+    largest, total = max(weights, default=0), sum(weights)
+    in_turn = FILES_IN_TURN * largest
+    if given is None:
+        return min(max(in_turn, FILE_WINDOW_BYTES), total)
+    left = given - sum(state)
+    return min(max(largest, left, min(in_turn, given - max(state, default=0))), total)
+
+
 def resident_in_window(sizes: Sequence[int], window: int) -> list[bool]:
     """Which state stays in the host memory that caches files, so that it is neither read nor written.
 
@@ -232,6 +251,7 @@ class ParamPlan:
         blocking: the step, not the parameter's next use, waits for the host update.
         fixed: the selected slices are always the first ``k``.
         in_file: the host's state lives in a file, and in host memory only around its update.
+        weight_in_file: the buffers of new weights, which ``offload_weights`` loads, are in a file, too.
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
@@ -262,6 +282,7 @@ class ParamPlan:
     blocking: bool = False
     fixed: bool = False
     in_file: bool = False
+    weight_in_file: bool = False
     subgroup: int | None = None
     summed: bool = False
     compressed: bool = False
@@ -461,12 +482,14 @@ class ParamPlan:
     def host_bytes(self) -> int:
         """Host memory: state, gradient buffers and upload buffers of the ``deferred`` slices.
 
-        State in a file is not counted: all parameters share its cache. Nor are gradient buffers in a pool.
+        State and weights in a file are not counted: all parameters share their caches. Nor are gradient buffers in a
+        pool.
         """
         if not self.offloaded:
             return self.host_state_bytes
+        uploads = 0 if self.weight_in_file else self.upload_buffers * self.upload_bytes
         gradients = self.gradient_buffers * self.buffer_bytes if self.pool is None else 0
-        return self.host_state_bytes + self.upload_buffers * self.upload_bytes + gradients
+        return self.host_state_bytes + uploads + gradients
 
     @property
     def device_bytes(self) -> int:

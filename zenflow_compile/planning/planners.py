@@ -102,6 +102,8 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     new = _PLANNERS[options.policy](resident, on_host, options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
     new = _with_state_forms(_with_streaming(new, resident, subgroups, options), options)
+    if options.offload_weights_device == "nvme":
+        new = [replace(param, weight_in_file=param.in_file) for param in new]
     existing = [param.whole for param in plan.params]
     planned = [
         param if spec.sharded is None else shard_of(param, spec.sharded)

@@ -137,6 +137,12 @@ def _check_offloaded_weights(options: Options, hardware: Hardware) -> None:
             'offload_weights="auto" depends on the memory that a run measures, and cannot be predicted; pass the bytes '
             "that loaded weights may take, or the share of them that leaves the device, such as 0.5"
         )
+    if options.offload_weights_device == "nvme":
+        raise ValueError(
+            'offload_weights_device="nvme" cannot be predicted in this version: simulations do not read weights from '
+            'files. A prediction with "cpu" has the device memory of both; weights in files take the bytes of their '
+            "upload buffers from the host's memory to the disk, and host_window_bytes bounds what caches them"
+        )
     if options.offload_weights is not False and hardware.devices > 1:
         raise ValueError(
             f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "

@@ -417,16 +417,24 @@ class OptimizerRuntime:
         """Note the loads of a compiled graph, in their order."""
         self.weights.declare(graph, loads)
 
-    def hold_weights(self, params: Iterable[Tensor] | None = None) -> None:
-        """Load weights for code that is no graph of ours, until the next optimizer step. None: all."""
+    def hold_weights(self, params: Iterable[Tensor] | None = None, *, to_write: bool = False) -> None:
+        """Load weights for code that is no graph of ours, until the next optimizer step. None: all.
+
+        Args:
+            to_write: that code overwrites them: values that a file has lost do not raise.
+        """
         if not self.weights.weights:
             return
         self._check_host_weights_in_child()
+        if self.failure is not None:
+            # Hazard: weights in files take turns in memory. A load would wait for the job of another parameter, which
+            # an interrupted step has never queued.
+            self.uploads.withdraw()
         if self.order is not None:
             self.order.follow()
         ps = None if params is None else [p for param in params if (p := self.index_of(param)) is not None]
         with torch_private.outside_of_transforms():
-            self.weights.hold(ps)
+            self.weights.hold(ps, to_write=to_write)
 
     def weight_on_host(self, param: Tensor) -> Tensor | None:
         """Copy the values of a weight that is in host memory, in the parameter's shape; None of any other tensor."""

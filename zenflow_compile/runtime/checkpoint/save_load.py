@@ -168,6 +168,8 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
             if (home := offloaded.weights.home) is not None:
                 home.detach_from_state()
             full = {**_untrained(offloaded), **(entry or {})}
+            if "master" not in full:
+                full["master"] = _weight(offloaded)
             _load_offloaded(engine, offloaded, full, flushed_at_load=index in checked.weights)
         else:
             engine.registry.device_updated.load(index, _whole_state(engine, index, entry))
@@ -302,15 +304,13 @@ def _residual(offloaded: OffloadedParam) -> Residual | None:
 def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
     """The entries of a parameter without a gradient yet. A state of torch.optim.AdamW replaces moments and ``step``.
 
-    The master is the weight, nothing has been selected, and the update window is empty.
+    Nothing has been selected, and the update window is empty.
     """
     plan, zeros = offloaded.plan, torch.zeros(()).expand(offloaded.plan.shape)
-    weight = offloaded.weights.values.view(plan.shape) if plan.share is None else offloaded.weights.matrix
     return {
         "step": 0.0,
         "exp_avg": zeros,
         "exp_avg_sq": zeros,
-        "master": weight,
         "score": torch.zeros(plan.slices),
         "mask": torch.arange(plan.slices) < plan.k,
         "selected_at": NONE,
@@ -318,6 +318,12 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
         "residual": zeros,
         "visible_at": torch.tensor(()),
     }
+
+
+def _weight(offloaded: OffloadedParam) -> Tensor:
+    """The weight, which is the master of a parameter without one in the state."""
+    plan = offloaded.plan
+    return offloaded.weights.values.view(plan.shape) if plan.share is None else offloaded.weights.matrix
 
 
 def _load_offloaded(
@@ -342,7 +348,8 @@ def _load_offloaded(
             of_host.append(slices[on_host_side].float())
         host_state.write(of_host)
         for upload in uploads:
-            upload.copy_(of_host[0])
+            with upload.acquire(write=True, fresh=True) as weights:  # of another memory than the state
+                weights.copy_(of_host[0])
     device.score.copy_(entry["score"].flatten())
     selected_at, count = int(entry["selected_at"]), int(entry["open"])
     device.selected_at = None if selected_at == NONE else selected_at

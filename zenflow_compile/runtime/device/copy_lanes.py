@@ -42,6 +42,11 @@ class Ticket(Protocol):
     @property
     def error(self) -> BaseException | None: ...
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the copy touches neither of its tensors any more, whether it failed or not."""
+        ...
+
     def done(self) -> bool:
         """Whether the copy is complete."""
         ...
@@ -64,6 +69,10 @@ class Ticket(Protocol):
 
     def gate(self) -> Gate:
         """What native threads wait for; only where the lane has gates."""
+        ...
+
+    def settled_gate(self) -> Gate:
+        """What native threads wait for until the copy ``is_settled``; only where the lane has gates."""
         ...
 
 

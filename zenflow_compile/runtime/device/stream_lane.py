@@ -68,6 +68,15 @@ class StreamTicket:
         assert self._flag is not None, "ask has_gates first"
         return Gate(self._flag.address, self._flag.value, COUNTER)
 
+    def settled_gate(self) -> Gate:
+        """See :meth:`Ticket.settled_gate`."""
+        return self.gate()  # the device reports a failed copy itself
+
+    @property
+    def is_settled(self) -> bool:
+        """See :meth:`Ticket.is_settled`."""
+        return self.done()
+
     def wait_on_device(self) -> None:
         """See :meth:`Ticket.wait_on_device`."""
         self._streams.current().wait_event(self._end)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zenflow_compile.native.library import DONE, FAILED, PENDING, STATE
+from zenflow_compile.native.library import COUNTER, DONE, FAILED, PENDING, STATE
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Gate, HostWork, Ticket, Users
 from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
@@ -49,6 +49,15 @@ class ThreadTicket(Latch):
     def gate(self) -> Gate:
         """See :meth:`Ticket.gate`."""
         return Gate(ctypes.addressof(self._state), DONE, STATE)
+
+    def settled_gate(self) -> Gate:
+        """See :meth:`Ticket.settled_gate`."""
+        return Gate(ctypes.addressof(self._state), DONE, COUNTER)  # or beyond: a copy that failed has ended, too
+
+    @property
+    def is_settled(self) -> bool:
+        """See :meth:`Ticket.is_settled`."""
+        return self.is_set
 
     def done(self) -> bool:
         """See :meth:`Ticket.done`."""

@@ -24,7 +24,7 @@ from zenflow_compile.native.library import HostJob, Record
 from zenflow_compile.runtime.device.copy_lanes import Gate, Ticket
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.errors import refuse_threads
-from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import Timeline, worker_lane
 
@@ -74,7 +74,7 @@ class NativeJob(Job):
     Args:
         inputs: the copies that it waits for. Each has a gate.
         after: the jobs that it waits for, and fails with.
-        behind: the jobs whose memory it takes over: it waits until they are settled.
+        behind: the jobs and copies whose memory it takes over: it waits until they are settled.
         pool: of the threads that will run it.
 
     Attributes:
@@ -94,7 +94,7 @@ class NativeJob(Job):
         after: Sequence[Job],
         pool: ctypes.c_void_p,
         *,
-        behind: Sequence[Job] = (),
+        behind: Sequence[MemoryUser] = (),
         deadline: int,
         step: int,
         param: str,
@@ -106,13 +106,15 @@ class NativeJob(Job):
         self._pool = pool
         self._inputs = inputs
         self._after = _native(after)
-        self._behind = _native(behind)
+        self._behind = _native([user for user in behind if isinstance(user, Job)])
+        self._read_by = tuple(user for user in behind if not isinstance(user, Job))
         self._error: BaseException | None = None
         self.recorded = False
         # Those behind come first: a job whose input has failed ends no earlier than they do.
         gates = [Gate(_address(job.memory, "settled"), 1, native.COUNTER) for job in self._behind]
         gates += [input.gate() for input in inputs]
         gates += [Gate(_address(job.memory, "state"), native.DONE, native.STATE) for job in self._after]
+        gates += [copy.settled_gate() for copy in self._read_by]  # last: ``error`` counts the gates before them
         bounds = work.bounds
         tasks = len(bounds) - 1
         words = (native.Gate * len(gates))(*(native.Gate(*gate) for gate in gates))
@@ -133,7 +135,8 @@ class NativeJob(Job):
             self.memory.flag, self.memory.flag_value = flag.address, flag.value
         waited_for = [job.memory for job in (*self._after, *self._behind)]
         self.owners: Any = (
-            self.memory, words, bounds, self.records, inputs, waited_for, work.describe(self.memory), flag
+            self.memory, words, bounds, self.records, inputs, self._read_by, waited_for, work.describe(self.memory),
+            flag,
         )  # fmt: skip
 
     @property
@@ -189,7 +192,7 @@ class NativeJob(Job):
                 unsettled[job] = None
                 waiting += (*job._after, *job._behind)
         for job in reversed(unsettled):
-            for ticket in job._inputs:
+            for ticket in (*job._inputs, *job._read_by):
                 try:
                     ticket.done()
                 except Exception as error:
@@ -205,7 +208,7 @@ class NativeJob(Job):
     def release(self) -> None:
         """Let go of the memory of a settled job, and of the jobs that it has waited for."""
         _ = self.error  # found through what is released
-        self._after, self._behind, self._inputs, self.owners, self.work = (), (), (), None, None
+        self._after, self._behind, self._inputs, self._read_by, self.owners, self.work = (), (), (), (), None, None
 
 
 def _native(jobs: Sequence[Job]) -> tuple[NativeJob, ...]:

@@ -24,7 +24,7 @@ from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
-from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import worker_lane
 
@@ -42,7 +42,7 @@ class PythonJob(Latch, Job):
         inputs: Sequence[Ticket] = (),
         after: Sequence[Job] = (),
         *,
-        behind: Sequence[Job] = (),
+        behind: Sequence[MemoryUser] = (),
         deadline: int,
         step: int,
         param: str,
@@ -53,7 +53,7 @@ class PythonJob(Latch, Job):
                 order of that memory, since ``preferred_worker`` gives neighbors to one worker.
             inputs: the copies that it waits for.
             after: the jobs that it waits for, and fails with.
-            behind: the jobs whose memory it takes over: it waits until they are settled.
+            behind: the jobs and copies whose memory it takes over: it waits until they are settled.
         """
         self._inputs, self._after, self._behind = inputs, after, behind
         Latch.__init__(self)
@@ -86,8 +86,9 @@ class PythonJob(Latch, Job):
             ticket.wait()
         for job in self._after:
             job.wait()
-        for job in self._behind:
-            job.settle()
+        for user in self._behind:
+            if not user.is_settled:  # a copy asks the driver to wait
+                user.settle()
 
     # Waiting for it.
 

@@ -9,19 +9,23 @@ from typing import NamedTuple, Protocol
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.state_forms import State, StateForm
-from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.host.workers import Job, MemoryUser
 
 
 class Needs(NamedTuple):
-    """The jobs that a job on a state waits for.
+    """What a job on host memory waits for.
 
     Attributes:
-        after: it needs what they do, and fails if one of them does.
-        behind: they use the same memory.
+        after: jobs; it needs what they do, and fails if one of them does.
+        behind: jobs and copies that use the same memory.
     """
 
     after: Sequence[Job] = ()
-    behind: Sequence[Job] = ()
+    behind: Sequence[MemoryUser] = ()
+
+    def and_of(self, other: Needs) -> Needs:
+        """What a job waits for that uses two memories."""
+        return Needs((*self.after, *other.after), (*self.behind, *other.behind))
 
 
 class StateStore(Protocol):

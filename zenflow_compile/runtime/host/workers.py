@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from zenflow_compile.runtime.device.copy_lanes import CopyError
+from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.device.stream_flags import Flag
 
 
@@ -78,6 +78,9 @@ class Job(ABC):
     def abort(self, error: BaseException) -> None:
         """Fail a job that will not run, so that no thread waits for it forever."""
 
+
+MemoryUser = Job | Ticket
+"""What reads or writes memory until it ``is_settled``: a job, or a copy of a lane."""
 
 _Kind = TypeVar("_Kind", bound=Job, contravariant=True)
 

@@ -1,4 +1,4 @@
-"""State in files behind a bounded cache in host memory: read before a job, written back behind it.
+"""State or weights in files behind a bounded cache in host memory: read before a job, written back behind it.
 
 The training thread decides what is read, and where to, when it queues the jobs that need it. So a few threads only do
 what they are told: jobs that read, and jobs that write.
@@ -8,6 +8,12 @@ others share a ring: each gets the memory behind the one before, from the beginn
 those that were there. Whatever fills that memory waits until all jobs that use it are settled, and each job waits only
 for jobs that were queued before it: so memory for the earliest one always comes free, in whatever order gradients
 arrive, and every job ends.
+
+[Note: copies] A lane copies weights out of the cache. The copy waits for the job that fills or changes the memory, and
+is a user of the memory from then on: whatever takes the memory next waits for the copy, too.
+
+[Note: one transfer] A chunk may be read into one place while jobs overwrite it in another. Each read or write of a
+chunk follows the one before, since both use the same part of the file.
 
 [Note: lost chunks] A chunk that could not be read or written raises in the training thread, and in every job that needs
 it, until a loaded state overwrites it. The next use tries a failed read again. A job fails with the read that it
@@ -21,54 +27,62 @@ next call.
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from zenflow_compile.planning.plan import ParamPlan, file_window_bytes, resident_in_window
+from zenflow_compile.planning.plan import ParamPlan, file_window_bytes, resident_in_window, weight_window_bytes
+from zenflow_compile.runtime.device.copy_lanes import Ticket
+from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.native_pool import NativePool
-from zenflow_compile.runtime.host.python_pool import PythonPool
-from zenflow_compile.runtime.host.state_forms import State
 from zenflow_compile.runtime.host.state_store import Needs
-from zenflow_compile.runtime.host.workers import Job, Pool
-from zenflow_compile.runtime.nvme.chunk import Chunk, Place, chunk_bytes, state_in
-from zenflow_compile.runtime.nvme.state_file import ScratchDirectory, StateFileError, whole_pages
+from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.nvme.chunk import STATE, Chunk, Content, Place, chunk_bytes, weight_chunk_bytes
+from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
+from zenflow_compile.runtime.nvme.state_file import StateFileError, whole_pages
 from zenflow_compile.runtime.nvme.transfers import make_transfer
 from zenflow_compile.runtime.recorder import Recorder
-
-FILE_THREADS = 4
-"""Threads that read and write: while some move chunks, others compute checksums. One core does so at 4.9 GB/s (EPYC),
-which is the rate of a fast disk."""
-
-_POLL_NS = 500_000
-"""How often one idle thread looks whether jobs that others wait for have ended. Moving a large chunk takes longer."""
 
 _FIRST = -1  # deadline of what the training thread waits for
 _AHEAD = 1 << 40  # first deadline of what no job waits for yet
 
 
-def cache_bytes(plans: Sequence[ParamPlan], given: int | None) -> int:
-    """Size of the cache for all parameters in files.
+class CacheBytes(NamedTuple):
+    """Host memory of the caches of state and of weights in files."""
+
+    state: int
+    weights: int
+
+
+NO_CACHES = CacheBytes(0, 0)
+
+
+def cache_bytes(plans: Sequence[ParamPlan], given: int | None) -> CacheBytes:
+    """Sizes of the caches for all parameters in files.
 
     Args:
         plans: of these parameters; at least one.
         given: ``host_window_bytes``.
 
     Raises:
-        ValueError: the largest parameter's state does not fit into ``given``.
+        ValueError: the largest parameter's state, and its weight if weights are in files, do not fit into ``given``.
     """
     largest = max(plans, key=chunk_bytes)
-    if given is not None and given < largest.file_bytes:
+    state = [chunk_bytes(plan) for plan in plans]
+    weights = [weight_chunk_bytes(plan) for plan in plans if plan.weight_in_file for _ in range(plan.uploads)]
+    least = largest.file_bytes + max(weights, default=0)
+    if given is not None and given < least:
+        also = "" if not weights else " and the largest weight"
         raise ValueError(
-            f"host_window_bytes={given} must be at least {largest.file_bytes}, the optimizer state of {largest.name}, "
+            f"host_window_bytes={given} must be at least {least}, the optimizer state of {largest.name}{also}, "
             "which passes through this memory whole; raise it, or leave it at None for twice that or more"
         )
-    return file_window_bytes([chunk_bytes(plan) for plan in plans], None if given is None else whole_pages(given))
+    window = None if given is None else whole_pages(given - max(weights, default=0)) + max(weights, default=0)
+    of_weights = weight_window_bytes(weights, state, window)
+    return CacheBytes(file_window_bytes(state, None if window is None else window - of_weights), of_weights)
 
 
 class _Layout(NamedTuple):
@@ -84,20 +98,27 @@ class _Layout(NamedTuple):
 
 
 class NvmeCache:
-    """The files of one optimizer, the memory that their chunks pass through, and the threads that move them.
+    """Chunks in files, and the memory that they pass through.
 
     Only the training thread calls it.
 
     Args:
-        path: ``nvme_path``.
-        native: native threads move chunks, for native jobs.
+        files: where chunks are, and the threads that move them.
+        content: of the chunks.
+        device: that copies from this memory asynchronously; None: no device does.
 
-    Raises:
-        ValueError: the directory cannot be used.
+    Attributes:
+        pinned: whether a device can copy from this memory asynchronously.
     """
 
-    def __init__(self, path: str | os.PathLike[str], recorder: Recorder, *, native: bool) -> None:
+    def __init__(
+        self, files: ScratchFiles, recorder: Recorder, content: Content = STATE, device: Device | None = None
+    ) -> None:
+        self.files = files
+        self.pinned = False
         self._recorder = recorder
+        self._content = content
+        self._device = device
         self._arena = HostArena(0)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._chunks: list[Chunk] = []
@@ -106,60 +127,57 @@ class NvmeCache:
         self._head = 0  # where the next chunk of the ring goes, if there is room
         self._uses = 0
         self._unqueued: list[Job] = []  # made, and not known to be queued
-        name = "zenflow-file"
-        self._native = NativePool(FILE_THREADS, recorder, name=name, poll_ns=_POLL_NS) if native else None
-        self._threads: Pool[Any] = self._native or PythonPool(FILE_THREADS, recorder, name=name)
-        self._directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
 
     @property
     def nbytes(self) -> int:
         """Host memory of the cache."""
         return self._memory.numel()
 
-    @property
-    def failed(self) -> bool:
-        """Whether a read or a write has failed."""
-        self._threads.land()
-        return self._threads.failed
-
-    def land(self) -> None:
-        """Record the reads and writes that have ended since."""
-        self._threads.land()
-
-    def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is one of the cache's, so that it cannot wait for their work."""
-        return self._threads.runs(thread)
-
     # Files.
 
-    def add(self, plans: Sequence[ParamPlan], fingerprint: str, size: int) -> dict[int, Chunk]:
-        """Make a file with the chunks of further parameters, all zero; no update may be in flight.
+    def add(self, plans: Sequence[ParamPlan], fingerprint: str, size: int, remedies: str | None = None) -> list[Chunk]:
+        """Make a file with a chunk for each of ``plans``, all zero; no update may be in flight.
 
         Args:
+            plans: of further parameters.
             fingerprint: of the plan, for the file's header.
             size: bytes of the cache from now on, unless it is larger already; see ``cache_bytes``.
+            remedies: settings that need less host memory, for a warning if it cannot be pinned; None: no warning.
 
         Returns:
-            Chunks by the parameters' indices.
+            Chunks, in the order of ``plans``.
 
         Raises:
             ValueError: the disk has not enough space.
             MemoryError: the machine has not enough memory.
             RuntimeError: the system does not start a thread.
         """
-        arena = HostArena(size) if size > self.nbytes else None
+        arena = HostArena(size, self._device) if size > self.nbytes else None
         self._write_back()
-        needed_bytes = sum(map(chunk_bytes, plans))
-        file = self._directory.create(needed_bytes, {"plan": fingerprint, "chunks": len(plans)})
-        chunks, offset = {}, 0
+        needed_bytes = sum(map(self._content.size, plans))
+        content = self._content
+        file = self.files.directory.create(
+            needed_bytes,
+            {"plan": fingerprint, "chunks": len(plans)},
+            purpose=f"for {content.what} of parameters",
+            otherwise=content.remedy,
+        )
+        chunks: list[Chunk] = []
+        offset = 0
         for plan in plans:
-            chunks[plan.index] = chunk = Chunk(plan, file, offset)
+            chunks.append(chunk := Chunk(plan, file, offset, self._content))
             offset += chunk.size
         if arena is not None:
+            pinned = self._device is not None and arena.pin(self._device, remedies)
             old, memory = self._arena, arena.take((size,), torch.uint8)
-            self._arena, self._memory = arena, memory
+            self._arena, self._memory, self.pinned = arena, memory, pinned
             old.close()
-        self._chunks += chunks.values()
+        # Hazard: a copy from unpinned memory reads it when it is queued. A wait of the stream would come too late.
+        if self._device is not None and self.pinned and self.files.native is not None:
+            flags = make_flags(len(chunks), self._device)
+            for number, chunk in enumerate(chunks):
+                chunk.flags = None if flags is None else (flags, number)
+        self._chunks += chunks
         self._layout = self._laid_out()
         return chunks
 
@@ -186,8 +204,7 @@ class NvmeCache:
         """Wait until no job uses memory or files."""
         for chunk in self._chunks:
             _settle(chunk.place)
-            if chunk.write is not None:
-                chunk.write.settle()
+            _settle_file(chunk)
         for place in self._in_ring:
             _settle(place)
 
@@ -209,21 +226,16 @@ class NvmeCache:
             chunk.place = None
         self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
         for file in {chunk.file for chunk in chunks}:
-            self._directory.remove(file)
+            self.files.directory.remove(file)
 
     def close(self) -> None:
-        """Stop the threads, remove the files, free the memory. No update may be in flight."""
+        """Free the memory. No update may be in flight, and no copy. Idempotent."""
         self._withdraw()
-        self._threads.close()
-        self._directory.close()
+        self._settle_all()
         self._chunks, self._in_ring = [], []
         self._layout = _Layout({}, range(0))
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arena.close()
-
-    def close_in_child(self) -> None:
-        """In a forked child: let go of the parent's lock and files without removing them."""
-        self._directory.close_in_child()
 
     # Uses of chunks.
 
@@ -236,14 +248,54 @@ class NvmeCache:
 
     def used_by(self, chunk: Chunk, job: Job, *, last: bool) -> None:
         """See :meth:`StateInFile.used_by`."""
-        assert chunk.place is not None
-        chunk.place.users.append(job)
-        chunk.changed_by, chunk.changed = job, True
+        place = chunk.place if chunk.fresh is None else chunk.fresh
+        assert place is not None
+        place.users.append(job)
+        place.writer = chunk.changed_by = job  # before the place is the chunk's: it has no content without the job
+        if chunk.fresh is not None:
+            chunk.place, chunk.write, place.read = place, None, None  # a failed write has lost what is overwritten
+        chunk.changed, chunk.fresh = True, None
         if last and chunk not in self._layout.homes:
             self._write(chunk, step=job.step, deadline=job.deadline)
 
+    def prepare_fresh(self, chunk: Chunk) -> Needs:
+        """Give memory to ``chunk`` for a job that overwrites all of it, and is made next."""
+        self._withdraw()
+        place = chunk.place or self._take(chunk)
+        # It becomes the chunk's together with the job: until then the file has the content.
+        chunk.fresh = place
+        return Needs((), tuple(place.unsettled()))
+
+    def bring(self, chunk: Chunk, *, step: int) -> Job | None:
+        """Have ``chunk`` in memory for a copy, which is queued next.
+
+        Returns:
+            The job that fills or changes its memory, which the copy waits for; None: it has the content.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        self._bring(chunk, step=step, deadline=_FIRST)
+        place = chunk.place
+        assert place is not None
+        if place.writer is not None and place.writer.succeeded:
+            place.writer = None
+        return place.writer
+
+    def read_by(self, chunk: Chunk, copy: Ticket) -> None:
+        """Keep ``chunk`` in memory for ``copy``, which ``bring`` was called for; see [Note: copies]."""
+        assert chunk.place is not None
+        chunk.place.users.append(copy)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Drop the content of ``chunk``, lost or not, once no job and no copy uses it. It is zero from then on."""
+        self._withdraw()
+        _settle(chunk.place)
+        _settle_file(chunk)
+        chunk.place, chunk.changed, chunk.changed_by, chunk.write, chunk.in_file = None, False, None, None, False
+
     @contextmanager
-    def acquire(self, chunk: Chunk, *, write: bool, fresh: bool) -> Iterator[State]:
+    def acquire(self, chunk: Chunk, *, write: bool, fresh: bool) -> Iterator[Place]:
         """See :meth:`StateStore.acquire`."""
         self._withdraw()
         step = self._recorder.step
@@ -255,30 +307,34 @@ class NvmeCache:
             place = chunk.place
             for job in needs.after:
                 job.wait()
-            for job in needs.behind:
-                job.settle()
+            for user in needs.behind:
+                user.settle()
             if chunk.changed_by is not None:
                 chunk.changed_by.wait()
             if (error := chunk.error) is not None:  # of a write that was under way
                 raise StateFileError(str(error)) from error.__cause__
         if write:
             chunk.changed_by, chunk.changed = None, True
+            place.writer = None
         try:
-            yield place.tensors
+            yield place
         finally:
             if write and chunk not in self._layout.homes:
                 self._write(chunk, step=step, deadline=_FIRST)
 
-    def read_ahead(self) -> None:
+    def read_ahead(self, order: Iterable[Chunk] | None = None) -> None:
         """Read the chunks that are needed next into the memory that comes free next.
 
-        Call it when all jobs of an optimizer step are queued.
+        Args:
+            order: of their uses. None: that of the next optimizer steps, when all jobs of this one are queued.
         """
         self._withdraw()
         homes = self._layout.homes
         ahead: list[Place] = []
-        in_turn = [each for each in self._chunks if each not in homes and each.in_file and each.error is None]
-        for number, chunk in enumerate(sorted(in_turn, key=lambda each: each.next_use)):
+        in_order = sorted(self._chunks, key=lambda each: each.next_use) if order is None else order
+        for number, chunk in enumerate(in_order):
+            if chunk in homes or not chunk.in_file or chunk.error is not None:
+                continue
             if chunk.place is None:
                 begin = self._next_begin(chunk)
                 if any(_overlap(place, begin, begin + chunk.size) for place in ahead):
@@ -292,7 +348,7 @@ class NvmeCache:
     def _bring(self, chunk: Chunk, *, step: int, deadline: int) -> Needs:
         """Queue a job that reads ``chunk``, unless it is in memory. Returns the jobs that its next user waits for."""
         self._withdraw()
-        place = chunk.place
+        place, chunk.fresh = chunk.place, None  # memory of a job that an interrupt kept from being made
         if place is None or (place.read is not None and place.read.is_set and place.read.error is not None):
             place = self._fill(chunk, step=step, deadline=deadline)
         if place.read is not None and place.read.succeeded:
@@ -314,17 +370,18 @@ class NvmeCache:
             return place
         after = () if chunk.write is None else (chunk.write,)
         job = self._transfer(chunk, "read", place, after=after, step=step, deadline=deadline)
-        place.read, chunk.place = job, place
-        self._queue(job, place)
+        place.read = place.writer = job
+        chunk.place = place
+        self._queue(job, chunk, place)
         return place
 
     def _overwritten(self, chunk: Chunk) -> Place:
         """Memory for ``chunk``, whose old content is not read. Waits until no job uses the memory, or writes it."""
         place = chunk.place or self._take(chunk)
         _settle(place)
-        if chunk.write is not None:  # from another place: it would come after what is written from here
-            chunk.write.settle()
-        chunk.place, place.read, chunk.changed_by, chunk.write = place, None, None, None
+        _settle_file(chunk)  # from or to another place: see [Note: one transfer]
+        chunk.fresh = None
+        chunk.place, place.read, place.writer, chunk.changed_by, chunk.write = place, None, None, None, None
         return place
 
     def _take(self, chunk: Chunk) -> Place:
@@ -334,7 +391,7 @@ class NvmeCache:
         memory = self._memory[begin:end]
         if chunk in self._layout.homes:
             users = [] if chunk.place is None else chunk.place.unsettled()
-            return Place(begin, end, memory, state_in(memory, chunk.plan), users)
+            return Place(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
         owners = {id(each.place): each for each in self._chunks}
         overlapped = [place for place in self._in_ring if _overlap(place, begin, end)]
         for place in overlapped:
@@ -342,8 +399,8 @@ class NvmeCache:
                 if other.changed:
                     self._write(other, step=self._recorder.step, deadline=_FIRST)
                 other.place = None
-        users = list(dict.fromkeys(job for place in overlapped for job in place.unsettled()))
-        taken = Place(begin, end, memory, state_in(memory, chunk.plan), users)
+        users = list(dict.fromkeys(user for place in overlapped for user in place.unsettled()))
+        taken = Place(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
         kept = [each for each in self._in_ring if each.unsettled() or (id(each) in owners and each not in overlapped)]
         self._in_ring, self._head = [*kept, taken], end
         return taken
@@ -362,36 +419,44 @@ class NvmeCache:
         after = [job for job in (place.read, chunk.changed_by) if job is not None]
         job = self._transfer(chunk, "write", place, after=after, step=step, deadline=deadline)
         chunk.write, chunk.in_file = job, True
-        self._queue(job, place)
+        self._queue(job, chunk, place)
         chunk.changed = False  # last: see [Note: interrupted calls]
 
     def _transfer(
         self, chunk: Chunk, kind: str, place: Place, *, after: Sequence[Job], step: int, deadline: int
     ) -> Job:
         """A job that moves ``chunk``; it is one of the users of ``place`` from here on."""
-        behind = tuple(place.unsettled())
+        chunk.transfers = [each for each in chunk.transfers if not each.is_settled]
+        behind = list(dict.fromkeys((*place.unsettled(), *chunk.transfers)))  # see [Note: one transfer]
         job = make_transfer(
-            chunk, kind, place.memory, self._native, after=after, behind=behind, step=step, deadline=deadline
-        )
+            chunk, kind, place.memory, self.files.native, after=after, behind=behind, step=step, deadline=deadline,
+            flag=chunk.next_flag() if kind == "read" else None,
+        )  # fmt: skip
         self._unqueued = [*self._unqueued, job]
         place.users.append(job)
+        chunk.transfers.append(job)
         return job
 
-    def _queue(self, job: Job, place: Place) -> None:
-        self._threads.submit(job)
+    def _queue(self, job: Job, chunk: Chunk, place: Place) -> None:
+        self.files.threads.submit(job)
         # It is settled behind all others. Not before it is queued: a withdrawn job waits for none.
-        place.users = [job]
+        place.users, chunk.transfers = [job], [job]
         self._unqueued = []
 
     def _withdraw(self) -> None:
         """Fail jobs that an interrupt kept from being queued, so that no job waits for them."""
         if self._unqueued:
-            self._threads.withdraw(self._unqueued)
+            self.files.threads.withdraw(self._unqueued)
             self._unqueued = []
 
 
 def _settle(place: Place | None) -> None:
-    for job in () if place is None else place.users:
+    for user in () if place is None else place.users:
+        user.settle()
+
+
+def _settle_file(chunk: Chunk) -> None:
+    for job in chunk.transfers:
         job.settle()
 
 

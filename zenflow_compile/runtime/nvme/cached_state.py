@@ -1,9 +1,13 @@
-"""The state store of a parameter whose state is in a file."""
+"""What a parameter has in files: its state, and buffers of its new weights."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from torch import Tensor
+
+from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.host.state_forms import State
 from zenflow_compile.runtime.host.state_store import Needs
 from zenflow_compile.runtime.host.workers import Job
@@ -25,7 +29,7 @@ class CachedState:
 
     def state(self) -> State:
         assert self.chunk.place is not None, f"the state of {self.chunk.name} is not in memory"
-        return self.chunk.place.tensors
+        return State(*self.chunk.place.tensors)
 
     def prepare(self, *, step: int, deadline: int) -> Needs:
         return self._cache.prepare(self.chunk, step=step, deadline=deadline)
@@ -33,5 +37,46 @@ class CachedState:
     def used_by(self, job: Job, *, last: bool = True) -> None:
         self._cache.used_by(self.chunk, job, last=last)
 
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
-        return self._cache.acquire(self.chunk, write=write, fresh=fresh)
+    @contextmanager
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
+        with self._cache.acquire(self.chunk, write=write, fresh=fresh) as place:
+            yield State(*place.tensors)
+
+
+class CachedUpload:
+    """New weights of one parameter in a file; see :class:`UploadBuffer`."""
+
+    def __init__(self, cache: NvmeCache, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self._cache = cache
+
+    @property
+    def error(self) -> StateFileError | None:
+        return self.chunk.error
+
+    def tensor(self) -> Tensor:
+        place = self.chunk.fresh or self.chunk.place
+        assert place is not None, f"the weight of {self.chunk.name} is not in memory"
+        return place.tensors[0]
+
+    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Needs:
+        if fresh:
+            return self._cache.prepare_fresh(self.chunk)
+        return self._cache.prepare(self.chunk, step=step, deadline=deadline)
+
+    def used_by(self, job: Job, *, last: bool = True) -> None:
+        self._cache.used_by(self.chunk, job, last=last)
+
+    def bring(self, writer: Job | None, *, step: int) -> Job | None:
+        return self._cache.bring(self.chunk, step=step)
+
+    def read_by(self, copy: Ticket) -> None:
+        self._cache.read_by(self.chunk, copy)
+
+    @contextmanager
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
+        with self._cache.acquire(self.chunk, write=write, fresh=fresh) as place:
+            yield place.tensors[0]
+
+    def forget(self) -> None:
+        self._cache.forget(self.chunk)

@@ -1,17 +1,36 @@
-"""A chunk: the state of one parameter in a file, and what the cache knows of it."""
+"""A chunk: the state of one parameter in a file, or its new weights, and what the cache knows of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from zenflow_compile.native.library import FileChunk
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.host.arena import carved_bytes
 from zenflow_compile.runtime.host.state_forms import State, StateForm
-from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.nvme.state_file import StateFile, StateFileError, whole_pages
+
+
+class Content(NamedTuple):
+    """What the chunks of a cache have in them.
+
+    Attributes:
+        what: its name in errors, in front of the parameter's.
+        remedy: what needs no file for it.
+        size: bytes of a parameter's chunk.
+        tensors: views the memory of a chunk, u8[size].
+    """
+
+    what: str
+    remedy: str
+    size: Callable[[ParamPlan], int]
+    tensors: Callable[[Tensor, ParamPlan], tuple[Tensor, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -20,29 +39,33 @@ class Place:
 
     Attributes:
         memory: u8[end - begin].
-        tensors: the state in it.
-        users: jobs that may still read or write this memory, for this chunk or for those that were here before.
+        tensors: the content in it.
+        users: jobs and copies that may still read or write this memory, for this chunk or for those that were here
+            before.
         read: the job that fills it; None: it is filled.
+        writer: the last job that fills or changes it; None: it has the content.
     """
 
     begin: int
     end: int
     memory: Tensor
-    tensors: State
-    users: list[Job]
+    tensors: tuple[Tensor, ...]
+    users: list[MemoryUser]
     read: Job | None = None
+    writer: Job | None = None
 
-    def unsettled(self) -> list[Job]:
+    def unsettled(self) -> list[MemoryUser]:
         """Forget the users that are settled. Returns the others."""
-        self.users = [job for job in self.users if not job.is_settled]
+        self.users = [user for user in self.users if not user.is_settled]
         return self.users
 
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """The state of one parameter in a file. Only the training thread uses this object.
+    """A part of a file that belongs to one parameter. Only the training thread uses this object.
 
     Attributes:
+        content: what is in it.
         size: bytes in the file and in the cache, whole pages.
         offset: where it begins in the file.
         description: of the same part of the file, for jobs; it has the checksum of the last write.
@@ -51,12 +74,17 @@ class Chunk:
         changed_by: the last job that changes it; None if the training thread did, or if the job has succeeded.
         in_file: the file has its content, or gets it from ``write``. Until then all of it is zero.
         write: the last job that writes it to the file.
+        transfers: jobs that may still read or write its part of the file.
+        fresh: memory for a job that overwrites all of it, and that is made next.
+        flags: counters for streams that wait for reads, and the index of its own; None: only threads wait.
         next_use: when it is needed next: a step, and a number that orders uses within a step.
     """
 
     plan: ParamPlan
     file: StateFile
     offset: int
+    content: Content
+    flags: tuple[HostFlags, int] | None = None
     size: int = field(init=False)
     description: FileChunk = field(init=False)
     place: Place | None = None
@@ -64,16 +92,26 @@ class Chunk:
     changed_by: Job | None = None
     in_file: bool = False
     write: Job | None = None
+    transfers: list[Job] = field(default_factory=list)
+    fresh: Place | None = None
+    _flags_given: int = 0
     next_use: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = chunk_bytes(self.plan)
+        self.size = self.content.size(self.plan)
         self.description = self.file.describe(self.offset, self.size)
         self.next_use = (self.plan.phase, self.plan.index)
 
     @property
     def name(self) -> str:
         return self.plan.name
+
+    def next_flag(self) -> Flag | None:
+        """The flag of the next read, which follows all others of this chunk: all raise one counter, in turn."""
+        if self.flags is None:
+            return None
+        self._flags_given += 1
+        return Flag(*self.flags, self._flags_given)
 
     @property
     def error(self) -> StateFileError | None:
@@ -100,3 +138,22 @@ def state_in(memory: Tensor, plan: ParamPlan) -> State:
         tensors.append(memory[begin:end].view(dtype).view(shape))
         begin += carved_bytes([(shape, dtype)])
     return State(*tensors)
+
+
+def weight_chunk_bytes(plan: ParamPlan) -> int:
+    """Bytes that one buffer of the parameter's new weights takes in the cache and in a file: whole pages."""
+    return whole_pages(plan.upload_bytes)
+
+
+def _weight_in(memory: Tensor, plan: ParamPlan) -> tuple[Tensor, ...]:
+    """New weights in the memory of a chunk, u8[size]: one tensor [deferred, length] of the model's dtype."""
+    return (memory[: plan.upload_bytes].view(plan.dtype).view(plan.deferred, plan.length),)
+
+
+STATE = Content(
+    "the optimizer state",
+    'keep more state in memory (policy="zero_offload", or zenflow with a larger topk_ratio)',
+    chunk_bytes,
+    state_in,
+)
+WEIGHTS = Content("the weight", 'keep weights in memory (offload_weights_device="cpu")', weight_chunk_bytes, _weight_in)

@@ -103,8 +103,8 @@ class ScratchDirectory:
         size: int,
         about: dict[str, object],
         *,
-        purpose: str = "for the optimizer's state",
-        otherwise: str = 'keep more state in memory (policy="zero_offload", or zenflow with a larger topk_ratio)',
+        purpose: str,
+        otherwise: str,
     ) -> StateFile:
         """Create a file with ``size`` bytes for chunks, all allocated on the disk now.
 

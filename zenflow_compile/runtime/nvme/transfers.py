@@ -11,9 +11,10 @@ from torch import Tensor
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.native.library import OTHER_CHECKSUM, READ, WRITE, HostJob, Record, Transfer
+from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativePool, NativeWork
 from zenflow_compile.runtime.host.python_pool import PythonJob
-from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.nvme.state_file import StateFileError, memory_of
 from zenflow_compile.timeline.events import DISK
@@ -26,9 +27,10 @@ def make_transfer(
     pool: NativePool | None,
     *,
     after: Sequence[Job],
-    behind: Sequence[Job],
+    behind: Sequence[MemoryUser],
     step: int,
     deadline: int,
+    flag: Flag | None = None,
 ) -> Job:
     """A job that moves ``chunk`` between its file and ``memory``, u8[size]. It fails with a ``StateFileError``.
 
@@ -36,12 +38,13 @@ def make_transfer(
         kind: ``"read"`` or ``"write"``.
         pool: of native threads; None: Python's run it.
         after: the jobs that it waits for, and fails with.
-        behind: the jobs whose memory it takes over.
+        behind: the jobs and copies whose memory it takes over.
+        flag: of a native job.
     """
     if pool is not None:
         work = _NativeTransfer(chunk, kind, memory)
         return _NativeFileJob(
-            work, (), after, pool.handle, behind=behind, deadline=deadline, step=step, param=chunk.name
+            work, (), after, pool.handle, behind=behind, deadline=deadline, step=step, param=chunk.name, flag=flag
         )
     task = partial(_read if kind == "read" else _write, chunk, memory)
     job = _PythonFileJob([task], (), after, behind=behind, deadline=deadline, step=step, param=chunk.name)
@@ -125,7 +128,7 @@ def _other_checksum(chunk: Chunk, found: int) -> StateFileError:
 
 def _lost(chunk: Chunk, kind: str, cause: Exception) -> StateFileError:
     error = StateFileError(
-        f"the optimizer state of {chunk.name} could not be {'read' if kind == 'read' else 'written'} "
+        f"{chunk.content.what} of {chunk.name} could not be {'read' if kind == 'read' else 'written'} "
         f"({printable(chunk.file.path)}): {cause}; load the last saved state (the last checkpoint), after freeing "
         "space on the disk if it is full"
     )

@@ -34,7 +34,9 @@ from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonPool
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.cached_state import CachedState
+from zenflow_compile.runtime.nvme.cached_state import CachedState, CachedUpload
+from zenflow_compile.runtime.nvme.chunk import WEIGHTS
+from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.parameters.capacity import (
     largest_staged_gradient_bytes,
     largest_upload_bytes,
@@ -115,7 +117,8 @@ class EngineMemory:
             torch.OutOfMemoryError: the device cannot hold rings or buffers.
         """
         upload_count = upload_buffers(plan, self._options)
-        stores = self._file_stores(plan, [param for param in new if param.in_file], undo)
+        in_files = [param for param in new if param.in_file]
+        stores, uploads = self._file_stores(plan, in_files, undo), self._file_uploads(plan, in_files, undo)
         on_host = [param for param in new if param.offloaded]
         asynchronous = self._device.streams is not None
         own_bytes = sum(map(HostState.arena_bytes, on_host)) + arena_bytes(new)
@@ -124,7 +127,13 @@ class EngineMemory:
         pooled = allocate_pools(on_host, arena)
         hosts = {
             param.index: HostState.allocate(
-                param, arena, self._kernel(param), workers, stores.get(param.index), pooled.get(param.index)
+                param,
+                arena,
+                self._kernel(param),
+                workers,
+                stores.get(param.index),
+                pooled.get(param.index),
+                uploads.get(param.index, ()),
             )
             for param in on_host
         }
@@ -148,7 +157,9 @@ class EngineMemory:
             # only jobs that need no GIL have one.
             # Hazard: a copy from unpinned memory reads it when it is queued, and not when the stream gets there. A wait
             # of the stream for the job that writes it would come too late. Without a flag the host waits.
-            if host.native is not None and flags is not None and arena.pinned:
+            weight_files = self.transport.weight_files if host.plan.weight_in_file else None
+            pinned = arena.pinned and (weight_files is None or weight_files.pinned)
+            if host.native is not None and flags is not None and pinned:
                 host.flags = flags, number
         self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
         self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))
@@ -170,13 +181,31 @@ class EngineMemory:
         if (files := self.transport.files) is None:
             directory = local_ranks().directory(self._options.nvme_path)
             directory.mkdir(mode=0o700, exist_ok=True)
-            files = NvmeCache(directory, self.transport.recorder, native=self._is_native(new[0]))
-            self.transport.files = files
+            scratch = ScratchFiles(directory, self.transport.recorder, native=self._is_native(new[0]))
+            undo.callback(scratch.close)
+            files = self.transport.files = NvmeCache(scratch, self.transport.recorder)
             undo.callback(self._close_files)
-        fingerprint = hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
-        chunks = files.add(new, fingerprint, nvme_cache_bytes(plan, self._options))
-        undo.callback(files.remove, chunks.values())
-        return {index: CachedState(files, chunk) for index, chunk in chunks.items()}
+        chunks = files.add(new, _fingerprint(plan, new), nvme_cache_bytes(plan, self._options).state)
+        undo.callback(files.remove, chunks)
+        return {chunk.plan.index: CachedState(files, chunk) for chunk in chunks}
+
+    def _file_uploads(self, plan: Plan, new: Sequence[ParamPlan], undo: ExitStack) -> dict[int, list[CachedUpload]]:
+        """Make files for buffers of new weights, behind ``_file_stores``; returns the buffers, by index."""
+        buffers = [param for param in new if param.weight_in_file for _ in range(param.uploads)]
+        if not buffers:
+            return {}
+        assert self.transport.files is not None
+        if (cache := self.transport.weight_files) is None:
+            device = None if self._device.streams is None else self._device
+            cache = NvmeCache(self.transport.files.files, self.transport.recorder, WEIGHTS, device)
+            self.transport.weight_files = cache
+        size, remedies = nvme_cache_bytes(plan, self._options).weights, less_host_memory(self._options)
+        chunks = cache.add(buffers, _fingerprint(plan, new), size, remedies)
+        undo.callback(cache.remove, chunks)
+        uploads: dict[int, list[CachedUpload]] = {}
+        for chunk in chunks:
+            uploads.setdefault(chunk.plan.index, []).append(CachedUpload(cache, chunk))
+        return uploads
 
     def _is_native(self, plan: ParamPlan) -> bool:
         """Whether native threads run the parameter's jobs. It is the same for all of an engine."""
@@ -221,7 +250,7 @@ class EngineMemory:
     def host_bytes(self) -> int:
         """See :meth:`ParamRegistry.host_bytes`."""
         exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
-        files = 0 if self.transport.files is None else self.transport.files.nbytes
+        files = sum(cache.nbytes for cache in self.transport.caches if cache is not None)
         memory = self.transport.device_memory.host_bytes
         return sum(arena.total_bytes for arena in self._arenas) + exchange + files + memory
 
@@ -237,7 +266,7 @@ class EngineMemory:
         """Whether ``thread`` is one of this engine's: a worker, a lane's, or one that reads and writes files."""
         lanes = (self.transport.to_host, self.transport.to_device)
         files = self.transport.files
-        in_files = files is not None and files.runs(thread)
+        in_files = files is not None and files.files.runs(thread)
         return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
 
     def abandon(self) -> None:
@@ -251,7 +280,7 @@ class EngineMemory:
     def enter_child(self) -> None:
         """Close the parent's files in a forked child."""
         if self.transport.files is not None:
-            self.transport.files.close_in_child()
+            self.transport.files.files.close_in_child()
 
     def stop_threads(self) -> None:
         """Stop workers and lanes, each of them even if another one raises. Idempotent."""
@@ -271,13 +300,20 @@ class EngineMemory:
             self._close_files()
 
     def _close_files(self) -> None:
-        if self.transport.files is not None:
-            self.transport.files.close()
-            self.transport.files = None
+        if (files := self.transport.files) is not None:
+            for cache in self.transport.caches:
+                if cache is not None:
+                    cache.close()
+            files.files.close()
+            self.transport.files = self.transport.weight_files = None
             assert self._options.nvme_path is not None
             if (directory := local_ranks().directory(self._options.nvme_path)) != Path(self._options.nvme_path):
                 with suppress(OSError):  # files of the user's are in it
                     directory.rmdir()
+
+
+def _fingerprint(plan: Plan, new: Sequence[ParamPlan]) -> str:
+    return hashlib.sha256(repr((plan.policy, new)).encode()).hexdigest()
 
 
 @cache  # warn once per process: engines come and go

@@ -19,7 +19,7 @@ from zenflow_compile.runtime.host.arena import available_host_memory, require_ho
 from zenflow_compile.runtime.host.cores import choose_cores, physical_cores, worker_count
 from zenflow_compile.runtime.host.local_ranks import local_ranks
 from zenflow_compile.runtime.local_shard import given, sharded_by
-from zenflow_compile.runtime.nvme.cache import cache_bytes
+from zenflow_compile.runtime.nvme.cache import NO_CACHES, CacheBytes, cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
 
 
@@ -30,7 +30,7 @@ def checked_plan(
     options: Options,
     *,
     allocated: int = 0,
-    cache_bytes: int = 0,
+    caches: CacheBytes = NO_CACHES,
     exchanges: bool = False,
     processes: int = 1,
 ) -> Plan:
@@ -40,14 +40,14 @@ def checked_plan(
         params: all parameters, the new ones last.
         new: (name, parameter) pairs of the new ones.
         allocated: number of parameters whose memory is allocated already.
-        cache_bytes: host memory that the cache of state in files has already.
+        caches: host memory that the caches of files have already.
         exchanges: state that changes sides goes through buffers.
         processes: on this machine that are about to allocate as much.
 
     Raises:
         ValueError: more host memory is needed than the machine has, an upload is larger than ``staging_bytes``, the
-            state of a parameter is larger than ``host_window_bytes``, or the memory of an offloaded parameter overlaps
-            that of another one.
+            state of a parameter, and its weight if that is in a file, are larger than ``host_window_bytes``, or the
+            memory of an offloaded parameter overlaps that of another one.
     """
     exchange_bytes = plan.exchange_bytes
     plan = extend_plan(plan, specs_of(new), options)
@@ -55,8 +55,9 @@ def checked_plan(
     needed = host_bytes_of(plan.params[allocated:])
     if exchanges:
         needed += plan.exchange_bytes - exchange_bytes
-    if (needed_by_cache := nvme_cache_bytes(plan, options)) > cache_bytes:
-        needed += needed_by_cache
+    for size, allocated_bytes in zip(nvme_cache_bytes(plan, options), caches, strict=True):
+        if size > allocated_bytes:
+            needed += size
     require_host_memory(needed, less_host_memory(options), processes)
     upload_buffers(plan, options)
     return plan
@@ -104,10 +105,10 @@ def _upload_bytes(plan: ParamPlan) -> int:
     return plan.deferred * plan.length * plan.dtype.itemsize
 
 
-def nvme_cache_bytes(plan: Plan, options: Options) -> int:
-    """Host memory of the cache of state in files; 0 without such state."""
+def nvme_cache_bytes(plan: Plan, options: Options) -> CacheBytes:
+    """Host memory of the caches of files; 0 without any."""
     in_file = [param for param in plan.params if param.in_file]
-    return cache_bytes(in_file, options.host_window_bytes) if in_file else 0
+    return cache_bytes(in_file, options.host_window_bytes) if in_file else NO_CACHES
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -26,6 +26,7 @@ from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWo
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
 from zenflow_compile.runtime.host.state_forms import State, StateForm, StateRows
 from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, StateInFile, StateStore
+from zenflow_compile.runtime.host.upload_buffer import InMemoryUpload, UploadBuffer
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -79,7 +80,7 @@ class FlushedWindow:
     """A flushed update window: its job, and its updated weights, which a later forward applies.
 
     Attributes:
-        upload: [deferred, length] in the model's dtype on the host, written by the job.
+        upload: the job writes it.
         visible_at: number of optimizer steps after which a forward must see it.
         final: when it was flushed, for the profiler; None without a profiler.
         selection: the slices that are selected when it is applied; None: the selection stays.
@@ -87,7 +88,7 @@ class FlushedWindow:
     """
 
     job: Job
-    upload: Tensor
+    upload: UploadBuffer
     flushed_at: int
     visible_at: int
     final: Moment | None = None
@@ -97,7 +98,7 @@ class FlushedWindow:
     def leave_buffer(self) -> None:
         """Wait for the job, and move its result to memory of its own."""
         self.job.wait()
-        self.upload, self.buffer = self.upload.clone(), None
+        self.upload, self.buffer = InMemoryUpload(self.upload.tensor().clone()), None
 
 
 class WindowJob(PythonJob):
@@ -225,6 +226,7 @@ class HostState:
         applied_job: the job behind it, which may still run where a stream waits for it instead of the training thread.
         applied_upload: the upload buffer with the values that the weight has, if the weight is in host memory.
         upload_writer: the job that wrote it last; None: no job has.
+        reads: of upload buffers from files, for copies, the last one and those that have not succeeded.
         exchanges: jobs that swap rows with the device, the last one and those that have not succeeded.
         last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
@@ -241,7 +243,7 @@ class HostState:
     form: StateForm
     store: StateStore
     gradients: list[Tensor]
-    uploads: list[Tensor]
+    uploads: list[UploadBuffer]
     kernel: HostAdam
     workers: int = 1
     taken: int = 0
@@ -249,8 +251,9 @@ class HostState:
     flushed: list[FlushedWindow] = field(default_factory=list)
     applied: Ticket | None = None
     applied_job: Job | None = None
-    applied_upload: Tensor | None = None
+    applied_upload: UploadBuffer | None = None
     upload_writer: Job | None = None
+    reads: list[Job] = field(default_factory=list)
     exchanges: list[Job] = field(default_factory=list)
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
@@ -277,15 +280,18 @@ class HostState:
         workers: int = 1,
         file: StateInFile | None = None,
         gradients: list[Tensor] | None = None,
+        uploads: Sequence[UploadBuffer] = (),
     ) -> HostState:
         """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it.
 
         Args:
             file: of state that is in one.
             gradients: the gradient buffers that it shares; None: it has its own.
+            uploads: buffers of new weights that are in a file.
         """
         assert (file is not None) == plan.in_file
         assert (gradients is not None) == (plan.pool is not None)
+        assert bool(uploads) == plan.weight_in_file
         if gradients is None:
             gradients = [arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)]
         block = (plan.deferred, plan.length)
@@ -299,7 +305,8 @@ class HostState:
             in_memory=None if plan.in_file else store.state(),
             file=file,
             gradients=gradients,
-            uploads=[arena.take(block, plan.dtype) for _ in range(plan.upload_buffers)],
+            uploads=list(uploads)
+            or [InMemoryUpload(arena.take(block, plan.dtype)) for _ in range(plan.upload_buffers)],
             kernel=kernel,
             workers=workers,
             readers=[None] * plan.gradient_buffers,
@@ -315,15 +322,17 @@ class HostState:
         block = (plan.deferred, plan.length)
         gradients = [(plan.buffer_shape, plan.buffer_dtype)] * (plan.gradient_buffers if plan.pool is None else 0)
         state = 0 if plan.in_file else InMemoryState.arena_bytes(plan)
-        return state + carved_bytes(gradients + [(block, plan.dtype)] * plan.upload_buffers)
+        uploads = [] if plan.weight_in_file else [(block, plan.dtype)] * plan.upload_buffers
+        return state + carved_bytes(gradients + uploads)
 
     def touch(self, worker: int) -> None:
         """Make the pages that worker ``worker`` will serve resident, near the calling thread's core."""
         elements = self.plan.deferred * self.plan.length
         state = () if self.plan.in_file else self.state()
+        uploads = () if self.plan.weight_in_file else [upload.tensor() for upload in self.uploads]
         for number, part in enumerate(self.ranges):
             if preferred_worker(number, len(self.ranges), self.workers) == worker:
-                for tensor in (*state, *self.gradients, *self.uploads):
+                for tensor in (*state, *self.gradients, *uploads):
                     size = tensor.numel()  # a compressed gradient has another number of elements
                     touch_pages(tensor.view(-1)[part.start * size // elements : part.stop * size // elements])
 
@@ -389,9 +398,9 @@ class HostState:
         buffers, self.open = self.open, []
         self.taken += len(buffers)
         place = buffers[-1].index if self.plan.in_place else None
-        # ``master_weights``, before the next upload buffer is handed out.
-        weights = self.uploads[self._next_upload - 1] if self.form.split else None
-        upload = self.next_upload() if place is None else self.gradients[place]
+        # Before the next upload buffer is handed out.
+        weights = self.newest_upload.tensor() if self.form.split else None
+        upload = self.next_upload() if place is None else InMemoryUpload(self.gradients[place])
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
@@ -400,13 +409,15 @@ class HostState:
             # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)
         deadline, needs = self.prepare(step=at, deadline=deadline)
-        job = self._window_job(buffers, weights, upload, inputs, needs, deadline=deadline, step=at, eps=eps)
+        needs = needs.and_of(upload.prepare(step=at, deadline=deadline, fresh=True))
+        job = self._window_job(buffers, weights, upload.tensor(), inputs, needs, deadline=deadline, step=at, eps=eps)
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
             self.readers[buffer.index], self.uploading[buffer.index] = job, None
         window = FlushedWindow(job, upload, at, visible_at=at + 1 + self.plan.staleness, buffer=place)
         self.flushed.append(window)
         self.last_job = job
+        upload.used_by(job)
         if self.file is not None:
             self.file.used_by(job)
         return window
@@ -508,24 +519,35 @@ class HostState:
         if self.file is not None:
             self.file.used_by(job, last=last)
 
-    def next_upload(self) -> Tensor:
+    def copied_by(self, upload: UploadBuffer, copy: Ticket, job: Job | None) -> None:
+        """Keep an upload buffer until ``copy``, which reads it, has ended.
+
+        Args:
+            job: that the copy waits for. A stream goes on if it fails, and uses what was there.
+        """
+        upload.read_by(copy)
+        if job is not None and self.plan.weight_in_file:
+            self.reads = [*(each for each in self.reads if not each.succeeded), job]
+
+    def next_upload(self) -> UploadBuffer:
         """The next upload buffer (round robin); its previous upload has been applied."""
         index, self._next_upload = self._next_upload, (self._next_upload + 1) % len(self.uploads)
         return self.uploads[index]
 
-    def upload_to_load(self) -> Tensor:
+    def upload_to_load(self) -> UploadBuffer:
         """An upload buffer for an update of a state that is loaded."""
         if not self.plan.in_place:
             return self.next_upload()
         # The gradient buffer that it was in is not known, and the update is applied within a step.
-        return torch.empty((self.plan.deferred, self.plan.length), dtype=self.plan.dtype, device="cpu")
+        shape = (self.plan.deferred, self.plan.length)
+        return InMemoryUpload(torch.empty(shape, dtype=self.plan.dtype, device="cpu"))
 
     def note_upload(self, window: FlushedWindow, copy: Ticket | None) -> None:
         """Note the copy of a flushed window's upload to the device, which is queued. None: it is not."""
         if window.buffer is not None:
             self.uploading[window.buffer] = copy
 
-    def free_upload(self) -> Tensor | None:
+    def free_upload(self) -> UploadBuffer | None:
         """An upload buffer in which no update is on its way; None if there is one in each."""
         count, last = len(self.uploads), self._next_upload
         in_turn = [self.uploads[(last + count - back) % count] for back in range(1, count + 1)]
@@ -539,9 +561,9 @@ class HostState:
     # State.
 
     @property
-    def master_weights(self) -> Tensor | None:
-        """The upload buffer that completes split masters: the last one that was handed out; None for other masters."""
-        return self.uploads[self._next_upload - 1] if self.form.split else None
+    def newest_upload(self) -> UploadBuffer:
+        """The upload buffer that was handed out last, which completes split masters."""
+        return self.uploads[self._next_upload - 1]
 
     def state(self) -> State:
         """The stored master and moments; see :meth:`StateStore.state`."""
@@ -553,7 +575,7 @@ class HostState:
         if write and self.form.split and self.applied is not None:
             self.applied.settle()  # it may still read the weights that complete masters, and are written with them
         with self.store.acquire(write=write, fresh=fresh) as stored:
-            yield StateRows(self.form, stored, self.master_weights)
+            yield StateRows(self.form, stored, self.newest_upload.tensor() if self.form.split else None)
 
     @property
     def jobs(self) -> list[Job]:
@@ -576,16 +598,26 @@ class HostState:
         for job in self.jobs:
             # Not ``wait``: a job that has failed is done while its other tasks may still run.
             job.settle()
+        for job in self.reads:
+            job.settle()
+        if self.applied is not None:
+            self.applied.settle()
         self.drop_window()
         self.flushed, self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], [], None, None, None
+        self.reads, self.applied = [], None  # a copy that failed would fail the next job
+        for upload in self.uploads:
+            if upload is not self.applied_upload:
+                upload.forget()
         self.readers, self.uploading = [None] * len(self.gradients), [None] * len(self.gradients)
 
     def forget_ended(self) -> None:
         """Forget jobs and copies, which refer to device memory. All of them have ended without a failure."""
         for job in self.jobs:
             job.settle()  # a job that is done may have tasks that still look at their memory
+        for job in self.reads:
+            job.settle()
         self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], None, None, None
-        self.applied = None
+        self.reads, self.applied = [], None
         self.readers, self.uploading = [None] * len(self.gradients), [None] * len(self.gradients)
         self._addresses.clear()  # they keep the numbers of the first window that had each
 
@@ -597,7 +629,7 @@ class HostState:
         """
         if self.applied_job is not None:
             self.applied_job.wait()
-        for job in (*self.exchanges, *(window.job for window in self.flushed)):
+        for job in (*self.exchanges, *(window.job for window in self.flushed), *self.reads):
             job.wait()
 
     def wait_for_copies(self) -> None:
@@ -614,7 +646,7 @@ class HostState:
         """The error of a failed job whose result the device has used, or is going to use."""
         if self.applied_job is not None and self.applied_job.error is not None:
             return self.applied_job.error
-        for job in self.exchanges:
+        for job in (*self.exchanges, *self.reads):
             if job.error is not None:
                 return job.error
         return None
@@ -627,5 +659,6 @@ class HostState:
         for buffer in self.open:
             if buffer.copied.error is not None:
                 buffer.copied.wait()
-        if (error := self.store.error) is not None:
-            raise RuntimeError(str(error)) from error.__cause__
+        for error in (self.store.error, *(upload.error for upload in self.uploads)):
+            if error is not None:
+                raise RuntimeError(str(error)) from error.__cause__

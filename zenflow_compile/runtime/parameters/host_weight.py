@@ -10,9 +10,12 @@ views of it, and finds them loaded in the backward.
   their masters on the device. A host update reaches the weight without a copy of its own: the next load brings it.
 - ``WHOLE``: in a tensor of the parameter's shape in host memory. So it is for parameters without host state, whose
   updates are written back, and between the load of a checkpoint and the comparison of weights and masters.
+- ``LOST``: nowhere, because a file could not be read or written. Until a checkpoint's values are written, every read
+  raises.
 
 [Note: reads of uploads] A load copies from the upload buffer, so the job of a later update window, which writes the
-buffer, waits for that copy (``HostState.applied``). The load in turn waits for the job whose result it reads.
+buffer, waits for that copy (``HostState.applied``). The load in turn waits for the job whose result it reads. Upload
+buffers may be in a file: then a load reads its buffer first, if it is not in memory (``UploadBuffer``).
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.staging_ring import Block, StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
+from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
 from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.nvme.cached_state import CachedUpload
+from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.moved_weights import leave_on_host
@@ -54,6 +60,7 @@ class Place(enum.Enum):
     DEVICE = enum.auto()
     SLICES = enum.auto()
     WHOLE = enum.auto()
+    LOST = enum.auto()
 
 
 class SliceStates(NamedTuple):
@@ -76,11 +83,13 @@ class Staged:
         source: what is copied.
         writer: the job that wrote it last.
         stored: how often it had been written otherwise. While all three are the weight's, the copy is current.
+        after: the job that the copy waits for, if it is a read of a file.
     """
 
-    source: Tensor
+    source: Tensor | UploadBuffer
     writer: Job | None
     stored: int
+    after: Job | None
     buffer: StagingBuffer
     ticket: Ticket
 
@@ -125,6 +134,7 @@ class HostWeight:
         self._whole_matrix = None if whole is None else whole.view(self._block[0])
         self._stored = 0  # writes to the values by other than jobs
         self._written_back: Ticket | None = None  # the last copy into ``_whole``
+        self._lost: BaseException | None = None  # why the values are, where ``place`` says so
         self._note = note
         self._storage = storage_identity(param.untyped_storage())
         self._stream: Stream | None = None  # in which the memory was allocated; None: other code did that
@@ -187,7 +197,7 @@ class HostWeight:
             return None
         self._transport.device_memory.bring_back()
         transport, writer = self._transport, self._writer()
-        job = None if writer is None or writer.succeeded else writer
+        job = None if isinstance(source, Tensor) else source.bring(writer, step=transport.recorder.step)
         if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
             if not waits:
                 return None
@@ -195,10 +205,13 @@ class HostWeight:
                 job.wait()
         buffer = transport.up_ring.next_free(self._block)
         try:
+            values = source if isinstance(source, Tensor) else source.tensor()
             ticket = transport.to_device.submit(
-                buffer.tensor, source, step=transport.recorder.step, param=self.plan.name, kind="load", after=job,
+                buffer.tensor, values, step=transport.recorder.step, param=self.plan.name, kind="load", after=job,
             )  # fmt: skip
-            staged = Staged(source, writer, self._stored, buffer, ticket)
+            if self._states is not None and not isinstance(source, Tensor):
+                self._states.host.copied_by(source, ticket, job)
+            staged = Staged(source, writer, self._stored, job, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
             raise
@@ -211,7 +224,13 @@ class HostWeight:
         same = staged.source is self._source() and staged.writer is self._writer()
         return same and staged.stored == self._stored
 
-    def _source(self) -> Tensor | None:
+    @property
+    def chunk(self) -> Chunk | None:
+        """What the next load reads, if that is in a file."""
+        source = self._source()
+        return source.chunk if isinstance(source, CachedUpload) else None
+
+    def _source(self) -> Tensor | UploadBuffer | None:
         """What a lane copies; None where the values are in memory that it cannot copy, or on the device."""
         if self.place is Place.SLICES:
             assert self._states is not None
@@ -247,8 +266,7 @@ class HostWeight:
             if staged is not None:
                 self._fill(staged)
             else:
-                assert self._whole is not None
-                self._matrix.copy_(self._whole.view(self._matrix.shape))
+                self._matrix.copy_(self.values().view(self._matrix.shape))
         except BaseException:  # no memory, for example
             if staged is not None:
                 self.drop(staged)
@@ -275,8 +293,9 @@ class HostWeight:
                     staged.ticket.wait_on_device()
         except CopyError:
             self.drop(staged)
-            if staged.writer is not None:
-                staged.writer.wait()  # re-raise the job's error if it failed: it is the root cause
+            for job in (staged.writer, staged.after):
+                if job is not None:
+                    job.wait()  # re-raise the job's error if it failed: it is the root cause
             raise
         with transport.recorder.compute("load", param=self.plan.name):
             if self._states is None:
@@ -289,6 +308,46 @@ class HostWeight:
                 column_ops.unsplit_columns(self._matrix, self.plan.dim, device.selection, selected, buffer.tensor)
         # The device may not have read it yet: the next copy into the buffer waits for the stream that is current here.
         buffer.in_use = False
+
+    def load_to_write(self) -> None:
+        """Load the weight for code that is going to overwrite it. Lost values are NaN, and raise where they are read.
+
+        Raises:
+            RuntimeError: as ``load``, but not for lost values.
+        """
+        try:
+            self.load()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self.place is not Place.LOST:
+                if not self._is_lost:
+                    raise
+                self._lose(error)
+            self._allocate()
+            self._matrix.fill_(torch.nan)
+            self._is_loaded()
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the upload buffer does not have the values any more, or never got them."""
+        if self._states is None:
+            return False
+        host = self._states.host
+        unreadable = host.applied_upload is not None and host.applied_upload.error is not None
+        return unreadable or host.applied_failure is not None or self.has_update_on_its_way
+
+    def check_not_lost(self) -> None:
+        """Accept what other code has written over lost values.
+
+        Raises:
+            RuntimeError: they are lost, and no code has.
+        """
+        if self.place is Place.LOST:
+            if self.loaded and self._counter.external_bumps(self.param) != self._bumps:
+                self._move_to(Place.DEVICE)
+            else:
+                self.values()
 
     def drop(self, staged: Staged) -> None:
         """Give the buffer of a copy back that no load takes."""
@@ -330,7 +389,7 @@ class HostWeight:
     def _accept_memory(self) -> None:
         """Take over memory that other code gave the parameter."""
         self._storage, self._stream = storage_identity(self.param.untyped_storage()), None
-        self.place = Place.DEVICE
+        self._move_to(Place.DEVICE)
         self._stored += 1
         self._is_loaded()
 
@@ -341,7 +400,7 @@ class HostWeight:
         if self.replaced:
             self._accept_memory()
         if self.place is not Place.DEVICE and self._counter.external_bumps(self.param) != self._bumps:
-            self.place = Place.DEVICE
+            self._move_to(Place.DEVICE)
         if self.place is Place.DEVICE or (self.place is Place.WHOLE and self._states is not None):
             self._store()
         if self._written_back is not None and not self._written_back.done():
@@ -375,7 +434,8 @@ class HostWeight:
             self.write_back()
         elif self._states.written_by_others() or self._states.host.free_upload() is None:
             # The masters do not know these values yet, or an update is on its way in every buffer.
-            self._whole, self.place = self.param.detach().to("cpu", copy=True), Place.WHOLE
+            self._whole = self.param.detach().to("cpu", copy=True)
+            self._move_to(Place.WHOLE)
         else:
             self._into_slices(self._matrix)
 
@@ -390,7 +450,8 @@ class HostWeight:
         assert upload is not None
         slices = values.index_select(self.plan.dim, selection.deferred.to(values.device))
         block = slices if self.plan.dim == 0 else slices.t()
-        upload.copy_(self._device.to_host(block, "weight"))
+        with upload.acquire(write=True, fresh=True) as memory:
+            memory.copy_(self._device.to_host(block, "weight"))
         host.applied_upload, host.upload_writer = upload, None
         self._stored += 1
         self._whole, self.place = None, Place.SLICES
@@ -404,14 +465,15 @@ class HostWeight:
             kind="write_back",
         )  # fmt: skip
         self._stored += 1
-        self.place = Place.WHOLE
+        self._move_to(Place.WHOLE)
         self._bumps = self._counter.external_bumps(self.param)
 
     # The end.
 
     def stay(self) -> None:
         """Leave the values on the device for good, where they are loaded."""
-        self.place, self._whole = Place.DEVICE, None
+        self._move_to(Place.DEVICE)
+        self._whole = None
 
     def leave_on_host(self) -> None:
         """Leave the values in host memory of their own."""
@@ -436,8 +498,13 @@ class HostWeight:
         """The values in host memory, of the parameter's shape: a copy if they are in slices, else the memory itself.
 
         Raises:
-            RuntimeError: work in flight failed.
+            RuntimeError: work in flight failed, or the values are lost.
         """
+        if self.place is Place.LOST:
+            raise RuntimeError(
+                f"the weight of {self.plan.name} was in a file that could not be read or written; load the last saved "
+                "state of the model"
+            ) from self._lost
         if self.place is Place.WHOLE:
             assert self._whole is not None
             if self._written_back is not None:
@@ -452,17 +519,18 @@ class HostWeight:
         whole = torch.empty(self.plan.shape, dtype=self.plan.dtype, device="cpu")
         read = self._transport.device_memory.read
         selected = self._device.to_host(read(device.master).to(self.plan.dtype), "weight")
-        parts = (device.selection.selected, selected), (device.selection.deferred, host.applied_upload)
-        for slices, values in parts:
-            indices = self._device.to_host(read(slices), "weight")
-            column_ops.reference_merge_columns(whole.view(whole.shape[0], -1), self.plan.dim, indices, values)
+        with host.applied_upload.acquire() as deferred:
+            parts = (device.selection.selected, selected), (device.selection.deferred, deferred)
+            for slices, values in parts:
+                indices = self._device.to_host(read(slices), "weight")
+                column_ops.reference_merge_columns(whole.view(whole.shape[0], -1), self.plan.dim, indices, values)
         return whole
 
     def begin_write(self) -> None:
         """Have the values on the device alone, which the optimizer is going to write there."""
         if not self.is_on_device():
             self.load()
-        self.place = Place.DEVICE
+        self._move_to(Place.DEVICE)
 
     def updates_dropped(self) -> None:
         """Updates on their way are dropped. One that is written over the weight becomes the weight."""
@@ -471,27 +539,73 @@ class HostWeight:
             self._states.host.note_applied(self._states.host.flushed[0])  # no later one has its buffer
 
     def updates_failed(self) -> None:
-        """A job has failed, or its update was never applied: have what is in the upload buffer, as far as it got."""
+        """A job has failed, or its update was never applied: have what is in the upload buffer, as far as it got.
+
+        Values that a file has lost are NaN from then on.
+        """
         if self.place is Place.SLICES:
             assert self._states is not None
             self._states.host.clear_windows()  # waits until no job uses the buffer
+            if self.plan.weight_in_file:
+                self.detach_from_state()
+        if self.place is Place.LOST:
+            self._whole = torch.full(self.plan.shape, torch.nan, dtype=self.plan.dtype, device="cpu")
+            self._move_to(Place.WHOLE)
         self._stored += 1
 
+    def reads_failed(self) -> None:
+        """The device may have used what was in memory instead of what a file should have brought there."""
+        if self.place is Place.SLICES:
+            assert self._states is not None
+            for job in self._states.host.reads:
+                if (error := job.error) is not None:
+                    self._lose(error)
+                    return
+
+    def _lose(self, error: BaseException) -> None:
+        self._move_to(Place.LOST)
+        self._lost = error
+        if self.loaded:
+            self.unload()
+
     def detach_from_state(self) -> None:
-        """Have the values in a place of their own, before other state of the optimizer is loaded."""
+        """Have the values in a place of their own, before other state of the optimizer is loaded.
+
+        Values that a file has lost are nowhere: until they are overwritten, every read raises.
+        """
         if self.place is Place.SLICES:
             if self.loaded:
-                self.place = Place.DEVICE
+                self._move_to(Place.DEVICE)
             else:
-                self._whole = self.values()
-                self.place = Place.WHOLE
+                try:
+                    self._whole = self.values()
+                except RuntimeError as error:
+                    if not self.plan.weight_in_file:
+                        raise
+                    self._lose(error)
+                    return
+                self._move_to(Place.WHOLE)
+
+    def _move_to(self, place: Place) -> None:
+        """The values are in another place. An upload buffer in a file drops what it has, and whether that is lost."""
+        if self.place is Place.SLICES:
+            assert self._states is not None
+            host = self._states.host
+            upload, host.applied_upload = host.applied_upload, None
+            if upload is not None and all(window.upload is not upload for window in host.flushed):
+                upload.forget()
+        self.place = place
 
     def write(self, values: Tensor) -> None:
         """Overwrite the values, of the parameter's shape, below autograd; its masters are compared with them later."""
         if self.loaded:
             self.param.data.copy_(values)
-            self.place = Place.DEVICE
-        else:
-            self.detach_from_state()
+            self._move_to(Place.DEVICE)
+        elif self._states is None:
             self.values().copy_(values)
+            self._stored += 1
+        else:
+            # What is there now is not read: a file may have lost it.
+            self._whole = torch.empty(self.plan.shape, dtype=self.plan.dtype, device="cpu").copy_(values)
+            self._move_to(Place.WHOLE)
             self._stored += 1

@@ -128,7 +128,7 @@ class HostWeights:
         self.kept: dict[int, str] = {}
         self.ring_bytes = 0
         self.loaded_bytes = self.peak_bytes = self.held_bytes = self.loads = 0
-        self.prefetch = WeightPrefetch(transport.up_ring, self.weights, apply_due)
+        self.prefetch = WeightPrefetch(transport, self.weights, apply_due)
         self._steps = 0
         self._option = option
         self._transport = transport
@@ -292,12 +292,16 @@ class HostWeights:
                 else:
                     weight.unload()
 
-    def hold(self, ps: Iterable[int] | None = None) -> None:
-        """Load weights for code that does not unload them, until the next optimizer step. None: all."""
+    def hold(self, ps: Iterable[int] | None = None, *, to_write: bool = False) -> None:
+        """Load weights for code that does not unload them, until the next optimizer step. None: all.
+
+        Args:
+            to_write: that code overwrites them: lost ones do not raise.
+        """
         for p in self.weights if ps is None else ps:
             if (weight := self.weights.get(p)) is not None:
                 with self._lock:
-                    self._bring_in(weight)
+                    self._bring_in(weight, to_write=to_write)
                 self.held_bytes += 0 if weight.held else weight.nbytes
                 weight.held = True
 
@@ -384,13 +388,20 @@ class HostWeights:
         with self._lock:
             self.prefetch.end_step()
 
-    def _bring_in(self, weight: HostWeight) -> None:
+    def _bring_in(self, weight: HostWeight, *, to_write: bool = False) -> None:
         staged = self.prefetch.take(weight.plan.index)
-        if not weight.loaded:
-            weight.load(staged)
-            self.loads += 1
-        elif staged is not None:
+        if staged is not None and (weight.loaded or to_write):
             weight.drop(staged)
+            staged = None
+        if weight.loaded:
+            if not to_write:
+                weight.check_not_lost()
+            return
+        if to_write:
+            weight.load_to_write()
+        else:
+            weight.load(staged)
+        self.loads += 1
 
     def _count(self, change: int) -> None:
         self.loaded_bytes += change

@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +41,7 @@ from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, Gr
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
 from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
+from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
@@ -582,25 +584,35 @@ class OffloadedParam(IncomingGradient):
                 count = number
         return count
 
-    def start_upload(self) -> bool:
+    def start_upload(self, *, waits: bool = False) -> bool:
         """Queue the upload of the next update window, which is due, behind its job. Returns whether it was queued.
 
-        Where the lane cannot wait for the job, nothing is queued before the job is done. After a failed job, nothing is
-        queued.
+        Where the lane cannot wait for the job, or for the read of a buffer in a file, nothing is queued before that is
+        done. After a failed job, nothing is queued.
+
+        Args:
+            waits: the calling thread waits where the lane cannot, and gets the failure of the job.
+
+        Raises:
+            RuntimeError: the job, or the read, failed.
         """
         transport, window = self.transport, self.host.flushed[0]
-        job = window.job
         if (home := self.weights.home) is not None and home.place is Place.SLICES:
             return False  # the next load of the weight brings the update
-        if job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job)):
-            return False
+        job = window.upload.bring(window.job, step=transport.recorder.step)
+        if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
+            if not waits:
+                return False
+            with transport.recorder.compute("wait", param=self.plan.name, on_host=True):
+                job.wait()
         buffer = transport.up_ring.next_free(self._block)
         try:
             ticket = transport.to_device.submit(
-                buffer.tensor, window.upload, step=transport.recorder.step, param=self.plan.name, after=job
+                buffer.tensor, window.upload.tensor(), step=transport.recorder.step, param=self.plan.name, after=job
             )
             if window.buffer is not None:
                 self.host.note_upload(window, ticket)
+            self.host.copied_by(window.upload, ticket, job)
             upload = Upload(window, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
@@ -629,10 +641,8 @@ class OffloadedParam(IncomingGradient):
         if self.weights.home is not None and (home := self.weights.put_into_slices()) is not None:
             self._apply_in_host_memory(window, home)
             return window
-        if self.upload is None and not self.start_upload():
-            with recorder.compute("wait", param=self.plan.name, on_host=True):
-                window.job.wait()
-            self.start_upload()
+        if self.upload is None:
+            self.start_upload(waits=True)
         upload = self.upload
         assert upload is not None
         try:
@@ -704,8 +714,8 @@ class OffloadedParam(IncomingGradient):
             uploads = self.host.applied_upload if home is not None and home.place is Place.SLICES else None
             if self.host.form.split:
                 # The masters that change sides are completed by them. No later window is in flight at a re-selection.
-                assert uploads is None or uploads is self.host.master_weights
-                uploads = self.host.master_weights
+                assert uploads is None or uploads is self.host.newest_upload
+                uploads = self.host.newest_upload
             if exchange is None:
                 self._exchange_now(change, uploads)
             else:
@@ -723,7 +733,7 @@ class OffloadedParam(IncomingGradient):
         if self.pending is not None:
             self.pending.slices_changed(before.deferred != device.selection.deferred)
 
-    def _exchange_now(self, change: Reselection, weights: Tensor | None) -> None:
+    def _exchange_now(self, change: Reselection, weights: UploadBuffer | None) -> None:
         """Move the state of slices that change sides, in the calling thread.
 
         Args:
@@ -735,8 +745,9 @@ class OffloadedParam(IncomingGradient):
             self.host.applied.settle()  # a load reads the weights
         begin = time.perf_counter_ns()
         host_rows = device_of(change.host_rows.device).to_host(change.host_rows, "selection")
-        with self.host.acquire(write=True) as state:
-            host_side = replace(state, weights=weights)
+        of_weights = nullcontext() if weights is None else weights.acquire(write=True)
+        with self.host.acquire(write=True) as state, of_weights as rows:
+            host_side = replace(state, weights=rows)
             moved = exchange_rows(self.device.state(), host_side, change.device_rows, host_rows)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
@@ -856,6 +867,7 @@ class OffloadedParam(IncomingGradient):
         if self.pending is not None:
             self.pending.abandon()
         if (home := self.weights.home) is not None:
+            home.reads_failed()
             home.updates_dropped()
         self.host.clear_windows()
 

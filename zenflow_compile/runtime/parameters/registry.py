@@ -24,6 +24,7 @@ from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.local_shard import LocalShard, given
+from zenflow_compile.runtime.nvme.cache import CacheBytes
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.capacity import checked_plan
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -107,14 +108,14 @@ class ParamRegistry:
         named = [pair for group in groups for pair in group]
         new = [param for _, param in named]
         first, params = len(self.params), [*self.params, *new]
-        cache_bytes = self.transport.files.nbytes if self.transport.files else 0
+        caches = CacheBytes(*(0 if each is None else each.nbytes for each in self.transport.caches))
         plan = checked_plan(
             self.plan,
             params,
             named,
             self._options,
             allocated=first,
-            cache_bytes=cache_bytes,
+            caches=caches,
             exchanges=self.transport.exchange is not None,
         )
         counters = counters_of(params, self.counters)

@@ -35,6 +35,7 @@ from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWo
 from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.host.state_forms import PLAIN, StateForm, StateRows
 from zenflow_compile.runtime.host.state_store import Needs
+from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -54,7 +55,7 @@ class ExchangeJob(PythonJob):
         blocks: f32[n, length] each, for master and moments.
         inputs: the copy that writes ``rows`` and ``blocks``, and one that may still read ``weights``.
         needs: the jobs that it waits for.
-        weights: as in :meth:`StateExchange.start`.
+        weights: [deferred, length] in the model's dtype; see :meth:`StateExchange.start`.
     """
 
     kind = "state"
@@ -108,7 +109,7 @@ class NativeExchange(NativeWork):
         state: of the host, as ``form`` stores it.
         rows: i32[n], as in :class:`Reselection`.
         blocks: f32[n, length] each.
-        weights: as in :meth:`StateExchange.start`.
+        weights: [deferred, length] in the model's dtype, contiguous; see :meth:`StateExchange.start`.
     """
 
     kind: ClassVar[str] = "state"
@@ -251,7 +252,7 @@ class StateExchange:
         *,
         step: int,
         deadline: int,
-        weights: Tensor | None = None,
+        weights: UploadBuffer | None = None,
         reads: Ticket | None = None,
     ) -> None:
         """Start to swap rows of ``device`` and ``host``, behind all jobs of ``host``.
@@ -260,8 +261,8 @@ class StateExchange:
 
         Args:
             step, deadline: of the jobs.
-            weights: [deferred, length] in the model's dtype, contiguous, on the host, in the order of the host's state.
-                The jobs cast each master that they put into that state, and write it there. None writes no weights.
+            weights: in the order of the host's state. The jobs cast each master that they put into that state, and
+                write it there. None writes no weights.
             reads: a copy that may still read ``weights``, which the jobs wait for. A later copy that reads them goes
                 behind ``host.exchanges``.
         """
@@ -279,7 +280,7 @@ class StateExchange:
         host: HostState,
         rows: Tensor,
         host_rows: Tensor,
-        weights: Tensor | None,
+        weights: UploadBuffer | None,
         reads: Ticket | None,
         *,
         last: bool,
@@ -304,21 +305,27 @@ class StateExchange:
         if reads is not None and not reads.done():
             inputs.append(reads)  # it may still read rows of the weights, which the job writes
         deadline, needs = host.prepare(step=step, deadline=deadline)
+        written = None
+        if weights is not None:
+            needs = needs.and_of(weights.prepare(step=step, deadline=deadline, fresh=False))
+            written = weights.tensor()
         size = -(-len(rows) // self._workers.workers)
         parts = [slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
         job: Job
         if host.native is None:
-            job = ExchangeJob(host, of_host, blocks, inputs, needs, parts, weights, deadline=deadline, step=step)
+            job = ExchangeJob(host, of_host, blocks, inputs, needs, parts, written, deadline=deadline, step=step)
         else:
             # As for uploads: a lane that waits for a job must copy from pinned memory.
             flag = host.next_flag() if self._pinned else None
-            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts), weights, host.form)
+            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts), written, host.form)
             job = NativeJob(
                 swap, inputs, needs.after, host.native, behind=needs.behind,
                 deadline=deadline, step=step, param=name, flag=flag,
             )  # fmt: skip
         chunk = _Chunk(buffer, device, rows, job)
         host.add_exchange(job, last=last)  # from here on it can be withdrawn
+        if weights is not None:
+            weights.used_by(job, last=last)
         self._workers.submit(job)
         self._in_flight = (*self._in_flight, chunk)
 

@@ -28,6 +28,7 @@ class Transport:
         order: of calls on several streams; None where operators are complete when they return.
         exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
         files: the state in files; None without such state.
+        weight_files: likewise, new weights in files. Its own memory: see ``planning.plan.weight_window_bytes``.
         interrupted: an update was interrupted half-way.
     """
 
@@ -41,17 +42,23 @@ class Transport:
     order: StreamOrder | None = None
     exchange: StateExchange | None = None
     files: NvmeCache | None = None
+    weight_files: NvmeCache | None = None
     interrupted: bool = False
+
+    @property
+    def caches(self) -> tuple[NvmeCache | None, NvmeCache | None]:
+        """Of state and of weights in files."""
+        return self.files, self.weight_files
 
     def land(self) -> None:
         """Record the jobs that have ended since."""
         self.workers.land()
         if self.files is not None:
-            self.files.land()
+            self.files.files.land()
 
     @property
     def suspect(self) -> bool:
         """Whether work in flight may have failed, so that an optimizer step looks for what failed before it begins."""
         lanes = self.to_host.failed or self.to_device.failed
-        in_files = self.files is not None and self.files.failed
+        in_files = self.files is not None and self.files.files.failed
         return lanes or self.workers.failed or in_files or self.interrupted

@@ -5,6 +5,8 @@ besides the one that is kept for the load that comes next. The first loads of a 
 it runs, or, behind a backward, at the end of the optimizer step: which graph follows is what followed the last time. A
 copy that no load takes, because another graph came or the values changed, is dropped.
 
+Weights in files are read into their cache in the same order, as many of the loads to come as it has memory for.
+
 The weights that a backward loads first are those that its forward has used last. They stay on the device in between, as
 far as the ring of loaded weights has room for them besides what the forward needs.
 """
@@ -12,17 +14,22 @@ far as the ring of loaded weights has room for them besides what the forward nee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 from zenflow_compile.planning.weight_schedule import GraphLoads
-from zenflow_compile.runtime.device.staging_ring import StagingRing
+from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Staged
+from zenflow_compile.runtime.parameters.transport import Transport
+
+_READS_AHEAD = 32
+"""Most loads to come that are looked through for weights to read, at each load: more do not fit into memory by far."""
 
 
 class WeightPrefetch:
     """Starts copies ahead of loads.
 
     Args:
-        ring: that the copies end in.
+        transport: has the ring that the copies end in, and the cache of weights in files.
         weights: by index of the parameter.
         apply_due: makes due updates of a parameter visible.
 
@@ -31,8 +38,10 @@ class WeightPrefetch:
         carried: weights that stay on the device for the backward that follows.
     """
 
-    def __init__(self, ring: StagingRing, weights: Mapping[int, HostWeight], apply_due: Callable[[int], None]) -> None:
-        self._ring = ring
+    def __init__(
+        self, transport: Transport, weights: Mapping[int, HostWeight], apply_due: Callable[[int], None]
+    ) -> None:
+        self._transport = transport
         self._weights = weights
         self._apply_due = apply_due
         self._graphs: dict[int, GraphLoads] = {}
@@ -116,8 +125,25 @@ class WeightPrefetch:
         del self._staged[p]
 
     def _start_copies(self) -> None:
+        self._copy_ahead()
+        if (files := self._transport.weight_files) is not None:
+            files.read_ahead(self._chunks_ahead())
+
+    def _chunks_ahead(self) -> Iterator[Chunk]:
+        """What the loads to come read from files, whose copies have not been started."""
+        copied = set(self._staged)
+        for p, _ in islice(self._ahead(), _READS_AHEAD):
+            weight = self._weights.get(p)
+            if weight is None or p in copied or (weight.loaded and self._is_carried(p)):
+                copied.discard(p)  # a later load reads it again
+                continue
+            if (chunk := weight.chunk) is not None:
+                yield chunk
+
+    def _copy_ahead(self) -> None:
+        ring = self._transport.up_ring
         for p, reads_updates in self._ahead():
-            if self._ring.free < 2:  # the last buffer is for the weight, or the update, that is needed now
+            if ring.free < 2:  # the last buffer is for the weight, or the update, that is needed now
                 return
             weight = self._weights.get(p)
             # One that the device has now is unloaded before this load, unless it is carried.

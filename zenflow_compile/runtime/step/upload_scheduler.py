@@ -163,7 +163,7 @@ class UploadScheduler:
                 update of it was in flight (``LostUpdateError``, if nothing failed). The updates of the other parameters
                 were applied all the same.
         """
-        self._withdraw()
+        self.withdraw()
         errors: list[Exception] = []
         lost: list[Exception] = []
         dropped: list[str] = []
@@ -222,12 +222,12 @@ class UploadScheduler:
         """
         self._in_flight = []
         self._current_at = None
-        self._withdraw()
+        self.withdraw()
         # After the jobs were withdrawn: an upload may wait for one of them on its lane.
         self._registry.transport.to_host.settle()
         self._registry.transport.to_device.settle()
 
-    def _withdraw(self) -> None:
+    def withdraw(self) -> None:
         """Abort jobs that an interrupt kept from being queued, so that no thread and no lane waits for them."""
         jobs = [job for offloaded in self._registry.offloaded.values() for job in offloaded.host.jobs]
         self._registry.transport.workers.withdraw(jobs)

@@ -1,0 +1,66 @@
+"""The files of one optimizer and the threads that read and write them, which its caches share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.host.python_pool import PythonPool
+from zenflow_compile.runtime.host.workers import Pool
+from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
+from zenflow_compile.runtime.recorder import Recorder
+
+FILE_THREADS = 4
+"""Threads that read and write: while some move chunks, others compute checksums. One core does so at 4.9 GB/s (EPYC),
+which is the rate of a fast disk."""
+
+_POLL_NS = 500_000
+"""How often one idle thread looks whether jobs that others wait for have ended. Moving a large chunk takes longer."""
+
+
+class ScratchFiles:
+    """A directory and its threads.
+
+    Args:
+        path: ``nvme_path``.
+        native: native threads move chunks, for native jobs.
+
+    Attributes:
+        native: the pool of native threads; None: Python's threads move chunks.
+        threads: that read and write.
+        directory: has the files.
+
+    Raises:
+        ValueError: the directory cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], recorder: Recorder, *, native: bool) -> None:
+        name = "zenflow-file"
+        self.native = NativePool(FILE_THREADS, recorder, name=name, poll_ns=_POLL_NS) if native else None
+        self.threads: Pool[Any] = self.native or PythonPool(FILE_THREADS, recorder, name=name)
+        self.directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
+
+    @property
+    def failed(self) -> bool:
+        """Whether a read or a write has failed."""
+        self.threads.land()
+        return self.threads.failed
+
+    def land(self) -> None:
+        """Record the reads and writes that have ended since."""
+        self.threads.land()
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether ``thread`` is one of these, so that it cannot wait for their work."""
+        return self.threads.runs(thread)
+
+    def close(self) -> None:
+        """Stop the threads and remove the files, behind ``close`` of the caches. Idempotent."""
+        self.threads.close()
+        self.directory.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child: let go of the parent's lock and files without removing them."""
+        self.directory.close_in_child()
