@@ -170,9 +170,10 @@ class Trainer:
 
         def copy_over_link(copy: Any) -> None:
             begin = ready.pop(id(copy), time.perf_counter())
-            if copy.first is not None and not copy.first.done():
-                copy.first.wait()
-                begin = time.perf_counter()
+            for work in copy.first:
+                if not work.done():
+                    work.wait()
+                    begin = time.perf_counter()
             self.link.send(copy.source.nbytes, begin)
             make(copy)
 

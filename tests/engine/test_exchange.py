@@ -252,11 +252,11 @@ def go_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     make, waits = ThreadLane._make, threading.Event()
 
     def goes_on(lane: ThreadLane, copy: Any) -> None:
-        if copy.first is not None:
+        for work in copy.first:
             waits.set()
             with suppress(RuntimeError):
-                copy.first.wait()
-        make(lane, copy._replace(first=None))
+                work.wait()
+        make(lane, copy._replace(first=()))
 
     monkeypatch.setattr(ThreadLane, "_make", goes_on)
     return waits

@@ -409,7 +409,8 @@ class HostState:
             # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)
         deadline, needs = self.prepare(step=at, deadline=deadline)
-        needs = needs.and_of(upload.prepare(step=at, deadline=deadline, fresh=True))
+        if self.plan.weight_in_file:
+            needs = needs.and_of(upload.prepare(step=at, deadline=deadline, fresh=True))
         job = self._window_job(buffers, weights, upload.tensor(), inputs, needs, deadline=deadline, step=at, eps=eps)
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
@@ -417,7 +418,8 @@ class HostState:
         window = FlushedWindow(job, upload, at, visible_at=at + 1 + self.plan.staleness, buffer=place)
         self.flushed.append(window)
         self.last_job = job
-        upload.used_by(job)
+        if self.plan.weight_in_file:
+            upload.used_by(job)
         if self.file is not None:
             self.file.used_by(job)
         return window

@@ -612,7 +612,8 @@ class OffloadedParam(IncomingGradient):
             )
             if window.buffer is not None:
                 self.host.note_upload(window, ticket)
-            self.host.copied_by(window.upload, ticket, job)
+            if self.plan.weight_in_file:
+                self.host.copied_by(window.upload, ticket, job)
             upload = Upload(window, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
