@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -45,6 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped = [item for item in long if item.nodeid not in kept]
     items[:] = [item for item in items if item not in set(dropped)]
     config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules() -> None:
+    """Keep the garbage collector away from the million objects of imported frameworks, through which it takes a second.
+
+    Hundreds of tests call ``gc.collect()``, and so does Accelerate after each training. What a test makes is collected.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

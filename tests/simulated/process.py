@@ -12,7 +12,6 @@ import faulthandler
 import functools
 import importlib
 import inspect
-import multiprocessing
 import os
 import pickle
 import signal
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+
+from tests.support.fork_server import begin_process, fork_server
 
 _T = TypeVar("_T")
 _STACKS, _DUMP = signal.SIGUSR1, signal.SIGUSR2
@@ -43,7 +44,7 @@ class SimulatedProcess:
     """A child process with the simulated device; it starts at the first call."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = fork_server()
         self._process: BaseProcess | None = None
         self._connection: Connection
         self._folder: Path
@@ -94,7 +95,9 @@ class SimulatedProcess:
         self._connection, theirs = self._context.Pipe()
         # Not daemonic: the optimizer would take it for a worker of a DataLoader, and leave a core to it. It ends with
         # the connection.
-        self._process = self._context.Process(target=_serve, args=(theirs, str(self._folder)), daemon=False)
+        self._process = self._context.Process(
+            target=_serve, args=(theirs, dict(os.environ), str(self._folder)), daemon=False
+        )
         self._process.start()
         theirs.close()
         if not self._connection.poll(120):
@@ -152,8 +155,9 @@ def _run_test(module: str, name: str, /, **keywords: Any) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(simulator=load_simulator(), **keywords)
 
 
-def _serve(connection: Connection, folder: str) -> None:
+def _serve(connection: Connection, environment: dict[str, str], folder: str) -> None:
     """Answer calls until the other end is closed."""
+    begin_process(environment)
     stacks = open(f"{folder}/stacks", "w")  # noqa: SIM115 - faulthandler keeps the descriptor
     faulthandler.enable(stacks)
     faulthandler.register(_STACKS, stacks, all_threads=True)

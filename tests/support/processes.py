@@ -13,11 +13,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.support.fork_server import begin_process, fork_server
+
 Results = dict[str, Any]
 
 
-def _run(rank: int, work: Callable[[int], Results], folder: str, port: int, process_group: bool) -> None:
+def _run(
+    rank: int,
+    environment: dict[str, str],
+    work: Callable[[int], Results],
+    folder: str,
+    port: int,
+    process_group: bool,
+) -> None:
     """Run the body of one process."""
+    begin_process(environment)
     torch.set_num_threads(1)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in ranks.items()})
@@ -42,5 +52,7 @@ def run_two_processes(work: Callable[[int], Results], folder: Path, *, process_g
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_run, args=(work, str(folder), port, process_group), nprocs=2)
+    fork_server()
+    arguments = (dict(os.environ), work, str(folder), port, process_group)
+    mp.start_processes(_run, args=arguments, nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]

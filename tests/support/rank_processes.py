@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+
+from tests.support.fork_server import begin_process, fork_server
 
 _T = TypeVar("_T")
 GROUP_SECONDS = 20.0
@@ -31,7 +32,7 @@ class RankProcesses:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._context = multiprocessing.get_context("spawn")
+        self._context = fork_server()
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._folder: Path | None = None
@@ -79,7 +80,7 @@ class RankProcesses:
         for rank in range(self.ranks):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(theirs, rank, self.ranks, str(self._folder)), daemon=False
+                target=_serve, args=(theirs, dict(os.environ), rank, self.ranks, str(self._folder)), daemon=False
             )
             process.start()
             theirs.close()
@@ -101,7 +102,8 @@ def _text(answer: object) -> str:
     return f"{type(answer).__name__}: {answer}\n{notes}" if isinstance(answer, BaseException) else "returned"
 
 
-def _serve(connection: Connection, rank: int, ranks: int, folder: str) -> None:
+def _serve(connection: Connection, environment: dict[str, str], rank: int, ranks: int, folder: str) -> None:
+    begin_process(environment)
     import torch
     import torch.distributed as dist
 
@@ -112,8 +114,8 @@ def _serve(connection: Connection, rank: int, ranks: int, folder: str) -> None:
     gradient_reduction.FLAT_BYTES = 1 << 8
     weight_gather.GATHER_BYTES = weight_gather.HOST_GATHER_BYTES = 1 << 12
     torch.set_num_threads(1)
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in own.items()})
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
