@@ -163,7 +163,7 @@ def test_interrupt_in_an_updating_backward_stops() -> None:
     optimizer.close()
 
 
-def test_interrupt_between_the_sides_of_an_update_stops() -> None:
+def test_interrupt_between_the_sides_stops_training() -> None:
     """Selected slices have taken the gradient in the backward, deferred ones have not."""
     model = mlp()
     keywords = {**EAGER_BACKEND["options"], **ADAM, **OFFLOAD_ALL, "update_interval": 2, "topk_ratio": 0.3}

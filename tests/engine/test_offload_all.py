@@ -259,7 +259,7 @@ def test_call_in_a_backward_is_refused() -> None:
     trained.optimizer.offload_all()
 
 
-def test_call_of_another_thread_is_refused_in_a_backward() -> None:
+def test_other_thread_in_a_backward_is_refused() -> None:
     trained = training("windows").run(0, 1)
     raised: list[BaseException] = []
 

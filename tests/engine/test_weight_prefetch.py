@@ -152,7 +152,7 @@ def test_budget_beyond_the_ring_keeps_weights() -> None:
     assert equal(run, plain)
 
 
-def test_memory_that_runs_out_in_a_load_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_memory_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that goes on with the next batch, as after ``torch.OutOfMemoryError``."""
     run, plain = Run(offload_weights=1.0, **POLICIES["windows"]), Run(**POLICIES["windows"])
     run.train(range(3))

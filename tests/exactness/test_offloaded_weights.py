@@ -156,7 +156,7 @@ def test_exact_policies_train_as_adamw(member: Member, policy: str, steps: list[
 
 
 @each_member(["mlp", "gpt_tied"])
-def test_optimizer_in_backward_updates_weights_on_the_host(member: Member, steps: list[Seen]) -> None:
+def test_optimizer_in_backward_updates_host_weights(member: Member, steps: list[Seen]) -> None:
     plain = train_in_backward(member, "eager", 9)
     offloaded = train_in_backward(member, "eager", 9, offload_weights=1.0)
     assert steps[-1].loads > 0

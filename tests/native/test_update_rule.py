@@ -99,7 +99,7 @@ def test_bits_are_those_of_the_formula(dtype: torch.dtype, out_dtype: torch.dtyp
 
 @pytest.mark.parametrize("length", [1, 5, 16, 64, 100, 1000])
 @pytest.mark.parametrize("count", [1, 3])
-def test_compressed_gradients_have_the_bits_of_expanded(count: int, length: int) -> None:
+def test_compressed_gradients_equal_expanded_ones(count: int, length: int) -> None:
     for out_dtype in DTYPES:
         check(update_of(37 * length, count, torch.int8, out_dtype, length), torch.int8, cuts=(5 * length, 6 * length))
 

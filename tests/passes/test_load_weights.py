@@ -357,7 +357,7 @@ class LeavingRegion(nn.Module):
         return out, self.returned.t()
 
 
-def test_weights_that_leave_a_checkpointed_graph_are_kept(close: list[Serving]) -> None:
+def test_weights_out_of_checkpointed_graphs_are_kept(close: list[Serving]) -> None:
     model = LeavingRegion()
     engine = Serving(model)
     close.append(engine)

@@ -143,7 +143,7 @@ def test_stride_that_streams_nothing_is_no_plan() -> None:
     assert search.candidate(tuple(simplest)) is None
 
 
-def test_chain_begins_with_the_least_memory_that_is_as_fast() -> None:
+def test_chain_begins_with_the_least_memory() -> None:
     """Hardly slower plans count as equally fast; of what needs hardly less memory, only the last one is shown."""
 
     def plan(size: int, step: float) -> Forecast:

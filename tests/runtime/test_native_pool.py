@@ -297,7 +297,7 @@ def test_ended_jobs_are_recorded_and_released() -> None:
     pool.close()
 
 
-def test_close_finishes_queued_jobs_and_may_be_repeated() -> None:
+def test_close_finishes_queued_jobs_idempotently() -> None:
     pool, gate = NativePool(2, Recorder()), ThreadTicket()
     jobs = [Swap(pool, gate) for _ in range(5)]
     pool.submit(*jobs)
@@ -396,7 +396,7 @@ def test_refused_threads_fail_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
 
 
-def test_denormals_do_not_depend_on_the_starting_thread() -> None:
+def test_denormals_ignore_the_starting_thread() -> None:
     """A thread inherits the mode of the one that starts it; results would depend on when the first job was."""
     from zenflow_compile.runtime.adam_rule import StepCoefficients
     from zenflow_compile.runtime.host.host_adam import NativeHostAdam, WindowUpdate

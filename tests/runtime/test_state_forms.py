@@ -170,7 +170,7 @@ def test_second_moment_does_not_become_zero() -> None:
     assert bool((rows.read().exp_avg_sq > 0.0).all())
 
 
-def test_element_that_is_not_finite_loses_its_block_only() -> None:
+def test_infinite_element_loses_its_block_only() -> None:
     form = StateForm(False, "fp8", 300)
     state = some_state(300)
     state.exp_avg[2, 130] = math.inf

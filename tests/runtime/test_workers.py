@@ -500,7 +500,7 @@ def test_lost_worker_fails_queued_jobs(workers: int, monkeypatch: pytest.MonkeyP
     pool.close()
 
 
-def test_denormals_do_not_depend_on_the_starting_thread() -> None:
+def test_denormals_ignore_the_starting_thread() -> None:
     found = []
     torch.set_flush_denormal(True)
     try:
