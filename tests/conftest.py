@@ -48,11 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=dropped)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def frozen_modules() -> None:
+def pytest_collection_finish() -> None:
     """Keep the garbage collector away from the million objects of imported frameworks, through which it takes a second.
 
-    Hundreds of tests call ``gc.collect()``, and so does Accelerate after each training. What a test makes is collected.
+    Hundreds of tests call ``gc.collect()``, and so does Accelerate after each training. All that tests make comes
+    later, and is collected.
     """
     gc.collect()
     gc.freeze()
