@@ -179,7 +179,8 @@ MUTANTS = {
         EXCHANGE + "_send", "swap, inputs, needs", Case("reselect often", delays="D2H late"), "swap, (), needs",
     ),
     "file read into memory that is used": without(
-        "nvme.cache:NvmeCache._transfer", "tuple(place.unsettled())", Case("files", delays="jobs late"), "()"
+        "nvme.cache:NvmeCache._transfer", "(*place.unsettled(), *chunk.transfers)", Case("files", delays="jobs late"),
+        "chunk.transfers",
     ),
     "job before its state is read": Mutant(
         (("nvme.cache:NvmeCache._bring", "[place.read]", "[]"),

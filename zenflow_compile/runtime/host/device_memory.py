@@ -196,8 +196,8 @@ class DeviceMemory:
 def _refuse_without_room(needed_bytes: int, error: BaseException) -> NoReturn:
     raise torch.OutOfMemoryError(
         f"the device has no room for the {_megabytes(needed_bytes)} of the optimizer that offload_all() has moved to "
-        "the host, where they still are; free device memory (put an inference engine to sleep, "
-        "torch.cuda.empty_cache()), and repeat this call"
+        "the host, where they still are; free device memory (put an inference engine to sleep, empty "
+        "the cache of its allocator), and repeat this call"
     ) from error
 
 

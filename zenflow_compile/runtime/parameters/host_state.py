@@ -597,10 +597,8 @@ class HostState:
 
         Jobs that were never queued must have been withdrawn.
         """
-        for job in self.jobs:
+        for job in (*self.jobs, *self.reads):
             # Not ``wait``: a job that has failed is done while its other tasks may still run.
-            job.settle()
-        for job in self.reads:
             job.settle()
         if self.applied is not None:
             self.applied.settle()
