@@ -58,6 +58,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect them at its end: bindings report what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh_start() -> None:
     """Each test compiles its classes anew, whatever the tests before it compiled; no test resets Dynamo itself."""
