@@ -38,7 +38,7 @@ from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.host_adam import WindowUpdate, make_host_adam
-from zenflow_compile.runtime.host.state_forms import StateForm
+from zenflow_compile.runtime.state_forms import StateForm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TASK = 2**20

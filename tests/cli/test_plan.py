@@ -55,6 +55,30 @@ def test_every_policy_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_bytes_of_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that the guide has per deferred element, for a plan without any resident elements to speak of."""
+    asked = ["plan", "--model", "llama3-8b", "--hardware", "rtx-4090", "--policy", "zenflow", "--device-share", "0"]
+    found = answer([*asked, "--topk-ratio", "0", "--offload-weights", "1.0", "--bytes"], capsys)["bytes_per_parameter"]
+    assert len(found) == 36
+    of = {tuple(each["options"].values()): each for each in found}
+    for options, expected in {
+        ("fp32", False, True): 19,
+        ("fp8", True, True): 11.06,
+        ("bf16", False, False): 18,
+    }.items():
+        assert of[options]["host"] == pytest.approx(expected, abs=0.2)
+        assert of[options]["disk"] == 0.0
+    assert main.main([*asked, "--bytes"]) == 0
+    assert "fp8, split" in capsys.readouterr().out
+
+
+def test_bytes_without_host_state(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "llama3-8b", "--hardware", "rtx-4090", "--policy", "resident", "--bytes"]
+    found = answer(asked, capsys)["bytes_per_parameter"]
+    assert [each["options"]["state_dtype"] for each in found] == ["fp32", "bf16", "fp8"]
+    assert [round(found[0]["device"] - each["device"], 1) for each in found] == [0.0, 4.0, 5.9]
+
+
 def test_json_has_the_numbers_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(SMALL, capsys)
     assert {each["policy"] for each in found["policies"]} == POLICIES

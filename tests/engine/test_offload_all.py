@@ -45,7 +45,7 @@ def device_tensors(optimizer: ZenFlowAdamW) -> list[Tensor]:
     found = [tensor for state in engine.registry.device_updated.resident.states.values() for tensor in state.tensors()]
     for offloaded in engine.offloaded.values():
         device = offloaded.device
-        found += [*device.state(), device.score, device.norms, device.gradient, *device.selection.tensors()]
+        found += [*device.rows.stored, device.score, device.norms, device.gradient, *device.selection.tensors()]
     transport = engine.registry.transport
     found += [buffer.memory for ring in (transport.down_ring, transport.up_ring) for buffer in ring.buffers]
     return [tensor for tensor in found if tensor.numel()]

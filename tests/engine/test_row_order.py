@@ -94,7 +94,7 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     old = device.selection
     inside = torch.randperm(len(old.selected), generator=generator)
     outside = torch.randperm(len(old.deferred), generator=generator)
-    for block in device.state():
+    for block in device.rows.stored:
         block.copy_(block[inside])
     with host.acquire(write=True) as state:
         for block in state.stored:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.support.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
 from tests.support.zoo import BY_NAME, Member
-from zenflow_compile.runtime.host.state_forms import StateRows
 from zenflow_compile.runtime.parameters import offloaded_param
 from zenflow_compile.runtime.parameters.device_state import exchange_rows
+from zenflow_compile.runtime.state_forms import StateRows
 
 # The shortest windows, and a re-selection at every second step.
 RESELECTING = {"update_interval": 1, "select_strategy": "step", "select_interval": 2}
@@ -129,13 +129,11 @@ def test_evaluation_between_steps_sees_every_step(member: Member, inner: str | N
     assert largest_difference(run, plain, member) < member.tolerance
 
 
-def with_moments_reset(
-    device_side: tuple[Tensor, ...], host_side: StateRows, device_rows: Tensor, host_rows: Tensor
-) -> int:
+def with_moments_reset(device_side: StateRows, host_side: StateRows, device_rows: Tensor, host_rows: Tensor) -> int:
     """A wrong exchange: a slice that changes sides keeps its master and loses its moments."""
     moved = exchange_rows(device_side, host_side, device_rows, host_rows)
     swapped = host_rows[host_rows >= 0].long()
-    for on_device, on_host in zip(device_side[1:], host_side.stored[1:], strict=True):
+    for on_device, on_host in zip(device_side.stored[1:], host_side.stored[1:], strict=True):
         on_device[device_rows[: len(swapped)]] = 0.0
         on_host[swapped] = 0.0
     return moved

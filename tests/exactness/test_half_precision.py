@@ -133,7 +133,7 @@ def test_weights_are_roundings_of_exact_masters(
         assert (optimizer.engine.selections > 0) == ("windows_of_one" in case or case == "files")
         for each in optimizer.engine.offloaded.values():
             with each.host.acquire() as state:
-                assert {side.dtype for side in (*each.device.state(), *state.stored)} == {torch.float32}
+                assert {side.dtype for side in (*each.device.rows.stored, *state.stored)} == {torch.float32}
     expected, _, _ = trained(Given, partial(given, dtype), dtype, master_adamw, inner)
     assert all(weight.dtype == dtype for weight in weights)
     assert unequal_share(weights, expected) < 2e-3

@@ -1,4 +1,4 @@
-"""Training with host state in fewer bytes: split masters change nothing, and rounded moments resume to the bit."""
+"""Training with state in fewer bytes: split masters change nothing, and rounded moments resume to the bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 14
 POLICIES: dict[str, dict[str, Any]] = {
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.6},
-    "zero_infinity": {"policy": "zero_infinity", "host_window_bytes": 12 * 256 * 256},
+    "zero_infinity": {"policy": "zero_infinity", "host_window_bytes": 12 * 320 * 256},
     "every step": {"update_interval": 1, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 1},
     "windows": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
     "a step late": {
@@ -36,17 +36,24 @@ POLICIES: dict[str, dict[str, Any]] = {
     "shared": {"shared_buffers": True, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
     "python workers": {"update_interval": 2, "topk_ratio": 0.25, "host_kernel": "aten"},
 }  # fmt: skip
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "resident": {"policy": "resident"},
+    "residents": {"device_share": 0.6, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "ratio": 0.8, "sub_group_size": 1},
+}
 FORMS: dict[str, dict[str, Any]] = {
     "split": {"split_master": True},
     "bf16": {"state_dtype": "bf16"},
     "fp8 split": {"state_dtype": "fp8", "split_master": True},
+    "fp8": {"state_dtype": "fp8"},
 }
+HOST_FORMS = ("split", "bf16", "fp8 split")
 
 
 def model() -> nn.Module:
-    """bf16, with slices of 144 and 256 elements: whole quantization blocks, and partial ones."""
+    """bf16, with slices of 144 and 256 elements: whole quantization blocks, and partial ones. They are rows."""
     torch.manual_seed(0)
-    layers = [nn.Linear(144, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 160)]
+    layers = [nn.Linear(144, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 320)]
     return nn.Sequential(*layers).to(torch.bfloat16)
 
 
@@ -92,7 +99,7 @@ class Training:
 
 @pytest.fixture
 def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    policy = POLICIES[request.param]
+    policy = {**POLICIES, **ON_DEVICE}[request.param]
     in_files = policy.get("policy") == "zero_infinity" or "offload_device" in policy
     return {**policy, **({"nvme_path": tmp_path} if in_files else {})}
 
@@ -119,14 +126,36 @@ def test_split_masters_change_no_weight(options: dict[str, Any]) -> None:
             assert torch.equal(found[name], value), name
 
 
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("options", "form"),
-    [
-        pytest.param(options, form, marks=[] if (number + other) % 3 == 0 else pytest.mark.long)
-        for (number, options), (other, form) in product(enumerate(POLICIES), enumerate(FORMS))
-    ],
-    indirect=["options"],
+    "place",
+    [ON_DEVICE["resident"], ON_DEVICE["streamed"], POLICIES["twinflow"], POLICIES["every step"]],
+    ids=["resident", "streamed", "twinflow", "every step"],
 )
+def test_place_of_rounded_moments_changes_nothing(place: dict[str, Any], moments: str) -> None:
+    """Each element is rounded alike on the host and on the device, and slices change sides without an error."""
+    form = {"state_dtype": moments, "host_kernel": "aten"}  # the arithmetic of the device's reference
+    training = Training({**place, **form}).run(0, STEPS)
+    engine = training.optimizer.engine
+    updated = engine.registry.device_updated
+    of_selected = [each.device.form for each in engine.offloaded.values() if each.plan.k]
+    of_whole = [state.form for index in range(6) if index not in engine.offloaded and (state := updated.state(index))]
+    assert {form.moments for form in (*of_selected, *of_whole)} >= {moments}
+    assert engine.selections > 0 or "select_interval" not in place
+    expected = Training({**POLICIES["zero_offload"], **form}).run(0, STEPS).result()
+    assert differing(training.result(), expected) == []
+
+
+def _resumes() -> list[Any]:
+    """In each form under each policy, in CI a third of them; masters of state on the device are not split."""
+    pairs = [*product(POLICIES, HOST_FORMS), *product(ON_DEVICE, ["bf16", "fp8"])]
+    return [
+        pytest.param(name, form, marks=[] if number % 3 == 0 else pytest.mark.long)
+        for number, (name, form) in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize(("options", "form"), _resumes(), indirect=["options"])
 def test_resumed_run_equals_the_uninterrupted_one(options: dict[str, Any], form: str) -> None:
     """At each place in an update window, in a fresh optimizer and in the same one."""
     given = {**options, **FORMS[form]}
@@ -138,7 +167,7 @@ def test_resumed_run_equals_the_uninterrupted_one(options: dict[str, Any], form:
         assert differing(Training(given).load(saved).run(position, STEPS).result(), expected) == []
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", HOST_FORMS)
 def test_weights_in_host_memory_change_nothing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are in the upload buffers that complete split masters."""
     monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
@@ -149,7 +178,7 @@ def test_weights_in_host_memory_change_nothing(form: str, monkeypatch: pytest.Mo
     assert differing(offloaded.result(), expected) == []
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", HOST_FORMS)
 def test_graphs_equal_hooks(form: str) -> None:
     given = {**POLICIES["a step late"], **FORMS[form]}
     assert (
@@ -157,7 +186,7 @@ def test_graphs_equal_hooks(form: str) -> None:
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", HOST_FORMS)
 def test_external_write_reaches_the_masters(form: str) -> None:
     training = Training({**POLICIES["windows"], **FORMS[form]}).run(0, 6)
     training.optimizer.synchronize()
@@ -214,12 +243,38 @@ def test_other_dtypes_keep_fp32_masters() -> None:
         assert [each.host.form.split for each in optimizer.engine.offloaded.values()] == [True, False]
 
 
-def test_resident_policy_does_not_read_the_options() -> None:
-    with pytest.warns(UserWarning, match=r"does not read state_dtype \(read by zero_offload, twinflow"):
-        ZenFlowAdamW([nn.Parameter(torch.zeros(256, 256))], policy="resident", state_dtype="bf16").close()
+def test_resident_policy_reads_the_dtype_alone() -> None:
+    with pytest.warns(UserWarning, match=r"does not read split_master \(read by zero_offload, twinflow"):
+        ZenFlowAdamW([nn.Parameter(torch.zeros(256, 256))], policy="resident", split_master=True).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ZenFlowAdamW([nn.Parameter(torch.zeros(256, 256))], policy="zero_offload", state_dtype="bf16").close()
+        for policy in ("resident", "zero_offload"):
+            ZenFlowAdamW([nn.Parameter(torch.zeros(256, 256))], policy=policy, state_dtype="bf16").close()
+
+
+def test_small_resident_parameters_keep_fp32_moments() -> None:
+    """1-D ones, those below ``min_offload_size``, and those whose rows are shorter than a quantization block."""
+    shapes = [(4096,), (8, 8), (4096, 16), (128, 64)]
+    with ZenFlowAdamW(
+        [nn.Parameter(torch.ones(shape)) for shape in shapes], policy="resident", state_dtype="fp8"
+    ) as it:
+        for param in it.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        it.step()
+        states = [it.engine.registry.device_updated.state(index) for index in range(4)]
+        assert [each.exp_avg.dtype for each in states if each is not None] == [torch.float32] * 3 + [torch.int8]
+        assert it.device_bytes == 2 * 4 * (4096 + 64 + 4096 * 16) + 3 * 4 + 2 * 128 * (64 + 2)
+
+
+@pytest.mark.parametrize("place", ON_DEVICE)
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+def test_offload_all_keeps_rounded_moments(place: str, moments: str) -> None:
+    options = {**ON_DEVICE[place], "state_dtype": moments}
+    expected = Training(options).run(0, STEPS).result()
+    training = Training(options).run(0, 5)
+    training.optimizer.offload_all()
+    training.saved()
+    assert differing(training.run(5, STEPS).result(), expected) == []
 
 
 def test_explain_and_report_name_the_rounding(capsys: pytest.CaptureFixture[str]) -> None:

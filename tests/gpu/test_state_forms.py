@@ -1,4 +1,4 @@
-"""Host state in fewer bytes behind a GPU: split masters change nothing, and runs with rounded moments repeat."""
+"""State in fewer bytes with a GPU: split masters change nothing, and runs with rounded moments repeat."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ POLICIES: dict[str, dict[str, Any]] = {
     "re-selecting": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
     "a step late": {"update_interval": 2, "staleness": 1},
 }
+ON_DEVICE: dict[str, dict[str, Any]] = {
+    "resident": {"policy": "resident"},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
+}
 
 
 def weights(policy: str, *, compiled: bool, **form: Any) -> list[torch.Tensor]:
     model = make_model(torch.bfloat16)
-    with offloading(model, **POLICIES[policy], **form) as optimizer:
+    with offloading(model, **{**POLICIES, **ON_DEVICE}[policy], **form) as optimizer:
         return train(model, optimizer, compiled=compiled)
 
 
@@ -31,7 +35,8 @@ def test_split_masters_change_no_weight(policy: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("state_dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *ON_DEVICE])
 def test_runs_with_rounded_moments_repeat(policy: str, state_dtype: str) -> None:
-    one, other = (weights(policy, compiled=True, state_dtype=state_dtype, split_master=True) for _ in range(2))
+    form = {"state_dtype": state_dtype, "split_master": policy in POLICIES}
+    one, other = (weights(policy, compiled=True, **form) for _ in range(2))
     assert all(map(torch.equal, one, other))

@@ -91,7 +91,7 @@ def test_recommended_options_do_not_warn(gradients: dict[str, Any], tmp_path: Pa
     for each in found:
         assert warned(**each.options) == [], each.label
     blocks = {each.label: each.options for each in found}
-    assert blocks["resident"] == {"policy": "resident", "overlap_step": False}
+    assert blocks["resident"] == {"policy": "resident", "overlap_step": False, "min_offload_size": 1}
     assert set(blocks["twinflow"]) == {"policy", "ratio", "overlap_step", "min_offload_size", "staging_bytes",
                                        "weight_grad_order", "weight_grad_bytes"}  # fmt: skip
     read = {*given} - {"tokens_per_step", "ratio", "spare_device_bytes"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,9 +23,10 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
+from zenflow_compile.runtime.state_forms import StateForm
 
 
-def split(dtype: torch.dtype = torch.bfloat16, **changes: int) -> ParamPlan:
+def split(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> ParamPlan:
     sizes = {"slices": 100, "length": 40, "k": 10, "interval": 4, "staleness": 0, **changes}
     return ParamPlan(index=0, name="w", shape=(40, 100), dtype=dtype, placement=Placement.SPLIT_COLUMNS, dim=1, **sizes)
 
@@ -86,7 +89,7 @@ def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str
     assert arena.used_bytes == HostState.arena_bytes(plan)
     device = DeviceState.allocate(plan, torch.device("cpu"))
     lost = Residual.allocate(plan, torch.device("cpu")).lost.nbytes if plan.compressed else 0
-    assert sum(tensor.nbytes for tensor in device.state()) + lost == plan.device_bytes
+    assert sum(tensor.nbytes for tensor in device.rows.stored) + lost == plan.device_bytes
     summed = split(dtype, **{"interval": 4, **sizes, "summed": True})
     window_sum = WindowSum.allocate(summed, torch.device("cpu"), Scales())
     assert summed.device_bytes == plan.device_bytes + window_sum.total.nbytes
@@ -100,6 +103,20 @@ def test_device_bytes_of_resident_parameters(dtype: torch.dtype) -> None:
     assert not plan.offloaded
     state = ResidentState.zeros_like(torch.zeros(40, 100, dtype=dtype))
     assert plan.device_bytes == sum(tensor.nbytes for tensor in state.tensors()) - state.step.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("moments", "of_moments"), [("bf16", 4), ("fp8", 2 + 2 * 2 / 40)])
+def test_device_bytes_with_moments_in_fewer_bytes(dtype: torch.dtype, moments: str, of_moments: float) -> None:
+    """Of selected slices and of a resident parameter, whose rows have 40 elements: two quantization blocks."""
+    plan = split(dtype, k=37, moments=moments)
+    device = DeviceState.allocate(plan, torch.device("cpu"))
+    assert plan.device_bytes == sum(tensor.nbytes for tensor in device.rows.stored) == 37 * 40 * (4 + of_moments)
+    whole = ParamPlan(index=0, name="w", shape=(100, 40), dtype=dtype, placement=Placement.DEVICE, moments=moments)
+    state = ResidentState.zeros_like(torch.zeros(100, 40, dtype=dtype), form=StateForm.of_whole(whole))
+    master = 0 if dtype == torch.float32 else 4
+    assert whole.device_bytes == sum(tensor.nbytes for tensor in state.tensors()) - state.step.nbytes
+    assert whole.device_bytes == 4000 * (master + of_moments)
 
 
 def test_plan_sums_its_parameters() -> None:

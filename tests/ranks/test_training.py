@@ -113,6 +113,7 @@ def test_bf16_ranks_stay_equal(two_ranks: RankProcesses, name: str) -> None:
     assert difference(results[0], train(None, build=bf16, clip=0.5)) < 0.05
 
 
+STREAMED = {**ALL_POLICIES["deep_optimizer_states"], "update_stride": 1}
 ROUNDED = {"state_dtype": "fp8", "split_master": True, "min_offload_size": 41}
 
 
@@ -125,7 +126,11 @@ def test_split_masters_change_no_rank(two_ranks: RankProcesses, name: str) -> No
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("options", [ALL_POLICIES["zero_offload"], WINDOWED["re-selecting"]], ids=["whole", "slices"])
+@pytest.mark.parametrize(
+    "options",
+    [ALL_POLICIES["zero_offload"], WINDOWED["re-selecting"], ALL_POLICIES["resident"], STREAMED],
+    ids=["whole", "slices", "resident", "streamed"],
+)
 def test_ranks_with_rounded_moments_are_equal(two_ranks: RankProcesses, options: dict[str, Any]) -> None:
     """Rounding depends on values alone, so it does not matter which rank has a slice."""
     results = two_ranks.call(as_rank, 2, {**options, **ROUNDED}, build=bf16, steps=12)

@@ -19,8 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.support.kernel_launches import Compiled, compile_for, record
 
-# Of each thread. A multiprocessor has 65536, and a program 128 threads: 4, 6, 6, 6, 16 and 9 programs.
-REGISTERS = {"split": 128, "unsplit": 80, "merge": 80, "adam": 80, "sums": 32, "quantize": 56}
+# Of each thread. A multiprocessor has 65536, and a program 128 threads: 4, 6, 6, 6, 4, 5, 16 and 9 programs.
+REGISTERS = {
+    "split": 128, "unsplit": 80, "merge": 80, "adam": 80, "adam bf16": 104, "adam fp8": 96, "sums": 32, "quantize": 56,
+}  # fmt: skip
 
 QWEN_Q, QWEN_K, QWEN_GATE, QWEN_DOWN = (2048, 2048), (256, 2048), (11008, 2048), (2048, 11008)
 LLAMA_Q, LLAMA_K, LLAMA_GATE, LLAMA_DOWN = (3072, 3072), (1024, 3072), (8192, 3072), (3072, 8192)
@@ -62,7 +64,11 @@ def test_machine_code(shape: tuple[int, int], dtype: torch.dtype, capability: in
     for name in ("split", "unsplit", "merge"):
         assert_wide(found[name], name)
     columns = shape[0] < shape[1]
-    assert_wide(found["adam"], "adam", narrow_stores=8 if columns else 0)  # selected columns do not lie together
+    for name in ("adam", "adam bf16"):
+        assert_wide(found[name], name, narrow_stores=8 if columns else 0)  # selected columns do not lie together
+    # Each moment: a thread's 8 codes in one access, and scales byte by byte.
+    of_moments = {access: count for access, count in found["adam fp8"].accesses.items() if re.search("v2|b8", access)}
+    assert of_moments == {f"{kind}.global.{size}": 2 for kind in ("ld", "st") for size in ("v2.b32", "b8")}
     # Values follow scales in a block, so that their address is a multiple of 4 only.
     assert_wide(found["quantize"], "quantize", word_stores=2)
 

@@ -25,7 +25,6 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.host.state_forms import PLAIN, StateRows
 from zenflow_compile.runtime.host.upload_buffer import InMemoryUpload
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters import state_exchange
@@ -33,6 +32,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState, exchang
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.state_forms import PLAIN, StateRows
 from zenflow_compile.timeline.events import Timeline
 
 pytestmark = pytest.mark.timeout(60)
@@ -133,7 +133,7 @@ class Sides:
             tensor.view(torch.int32).random_(-(2**31), 2**31 - 1)  # any bits: NaN, too
 
     def tensors(self) -> list[Tensor]:
-        return [*self.device.state(), *self.host.state()]
+        return [*self.device.rows.stored, *self.host.state()]
 
     def bits(self) -> list[Tensor]:
         return [each.view(torch.int32).clone() for each in self.tensors()]
@@ -147,7 +147,7 @@ class Sides:
         before = self.device.selection
         self.device.selection = Selection(*reselected_on_host(before, wanted))
         k = before.selected.numel()
-        for on_device, on_host in zip(self.device.state(), self.host.state(), strict=True):
+        for on_device, on_host in zip(self.device.rows.stored, self.host.state(), strict=True):
             joined = torch.cat([on_device, on_host])
             new = torch.cat([self.device.selection.selected, self.device.selection.deferred])
             moved = joined[before.position[new].long()]
@@ -215,7 +215,7 @@ def test_rows_exchanged_at_once_are_the_same(shape: tuple[int, int, int]) -> Non
         wanted = wanted_after(sides.device.selection, swaps, min(k, deferred))
         change = reselect(sides.device.selection, wanted)
         moved = exchange_rows(
-            sides.device.state(), StateRows(PLAIN, sides.host.state()), change.device_rows, change.host_rows
+            sides.device.rows, StateRows(PLAIN, sides.host.state()), change.device_rows, change.host_rows
         )
         sides.device.selection = change.selection
         expected.exchange_now(wanted)
@@ -256,7 +256,7 @@ def test_rows_exchanged_at_once_have_weights(shape: tuple[int, int, int], dtype:
         before = sides.device.selection.deferred
         change = reselect(sides.device.selection, wanted_after(sides.device.selection, swaps, min(k, deferred)))
         host_side = StateRows(PLAIN, sides.host.state(), weights.tensor)
-        moved = exchange_rows(sides.device.state(), host_side, change.device_rows, change.host_rows)
+        moved = exchange_rows(sides.device.rows, host_side, change.device_rows, change.host_rows)
         sides.device.selection = change.selection
         weights.expect(before, sides)
         assert same_bits(weights.tensor, weights.expected)
@@ -300,14 +300,14 @@ class StoredSides:
         self.device.selection = shuffled_selection(5, 14)
         kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=2)
         self.host = HostState.allocate(self.plan, HostArena(HostState.arena_bytes(self.plan)), kernel)
-        for tensor in self.device.state():
+        for tensor in self.device.rows.stored:
             tensor.normal_()
         self.device.exp_avg_sq.abs_()
         with self.host.acquire(write=True, fresh=True) as rows:
             rows.write([torch.randn(9, length), torch.randn(9, length), torch.rand(9, length) ** 4])
 
     def tensors(self) -> list[Tensor]:
-        return [*self.device.state(), *self.host.state(), *(each.tensor() for each in self.host.uploads)]
+        return [*self.device.rows.stored, *self.host.state(), *(each.tensor() for each in self.host.uploads)]
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
@@ -327,7 +327,7 @@ def test_exchange_converts_rows(
         for swaps in range(6):
             change = reselect(expected.device.selection, wanted_after(expected.device.selection, swaps, swaps + 1))
             with expected.host.acquire(write=True) as rows:
-                exchange_rows(expected.device.state(), rows, change.device_rows, change.host_rows)
+                exchange_rows(expected.device.rows, rows, change.device_rows, change.host_rows)
             weights = actual.host.newest_upload if split else None
             made.exchange.start(actual.device, actual.host, change, step=0, deadline=0, weights=weights)
             for each in (expected, actual):

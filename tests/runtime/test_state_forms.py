@@ -14,8 +14,8 @@ from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import Kernel, WindowUpdate, make_host_adam
-from zenflow_compile.runtime.host.state_forms import State, StateForm, StateRows
 from zenflow_compile.runtime.host.state_store import InMemoryState
+from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 
 SLICES = 12
 LENGTHS = (128, 200, 333)  # whole quantization blocks, and partial ones

@@ -21,6 +21,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.column_ops import SliceState
 from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.state_forms import StateForm
 
 pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -177,14 +178,58 @@ def test_adam_columns(
         gradient, _ = blocks_like(matrix, dim, selection)
         gradient.normal_()
         rule_p_(*expected, [gradient], [COEFFICIENTS._replace(grad_scale=0.3)], step=step, eps=1e-8)
-        triton_kernels.adam_columns_(
-            matrix, dim, selection.selected, gradient, *state, coefficients, step=step, eps=1e-8
-        )
+        triton_kernels.adam_columns_(SliceState(matrix, dim, selection, gradient, *state, step), coefficients, eps=1e-8)
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-7)
     slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
     assert torch.equal(slices[selection.selected.long()], cast(state[0], dtype))
     assert torch.equal(slices[selection.deferred.long()], old[selection.deferred.long()])
+
+
+def difficult_moments(k: int, length: int, device: str) -> tuple[Tensor, Tensor]:
+    """Moments of many magnitudes, with zeros, subnormal and infinite numbers and NaN."""
+    exponents = torch.randint(-20, 10, (k, length), device=device)
+    first = torch.randn(k, length, device=device) * torch.exp2(exponents.float())
+    second = first.square()
+    if k > 6:
+        first[0], second[0] = 0.0, 0.0
+        first[1, ::3], second[1, 1::3] = 0.0, 0.0
+        first[2, 1], second[3, -1], first[4, :2] = torch.inf, torch.nan, -torch.inf
+        first[5], second[5] = first[5] * 1e-40, second[5] * 1e-43
+        first[6] *= 1e37
+    return first, second
+
+
+@on_devices
+@dims
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+@pytest.mark.parametrize("shape", [(20, 70), (1, 1100)])
+@pytest.mark.parametrize("every", [False, True], ids=["selected", "every slice"])
+def test_moments_in_fewer_bytes_have_the_same_bits(
+    every: bool, shape: tuple[int, int], moments: str, dim: int, device: str
+) -> None:
+    """As the fp32 kernel, between the conversions of ``StateForm``."""
+    from zenflow_compile.runtime.device_updates import triton_kernels
+
+    (slices, length), dtype = shape, torch.float32 if every else torch.bfloat16
+    matrix = torch.randn(shape if dim == 0 else shape[::-1], device=device).to(dtype)
+    selection = None if every else selection_of(slices, 0.5, device)
+    k = slices if selection is None else len(selection.selected)
+    form = StateForm(moments=moments, length=length)
+    stored = form.compress(*difficult_moments(k, length, device))
+    master = torch.randn(k, length, device=device)
+    mine = SliceState(matrix, dim, selection, torch.randn(k, length, device=device), master, *stored, 3, form)
+    for step in (3, 4):
+        mine = mine._replace(step=step)
+        moments_before = (each.clone() for each in form.expand(mine.exp_avg, mine.exp_avg_sq))
+        plain = SliceState(matrix.clone(), dim, selection, mine.gradient, mine.master.clone(), *moments_before, step)
+        triton_kernels.adam_columns_(plain, COEFFICIENTS, eps=1e-8)
+        triton_kernels.adam_columns_(mine, COEFFICIENTS, eps=1e-8)
+        expected = form.compress(plain.exp_avg, plain.exp_avg_sq, step=step)
+        assert_same_bits(mine.exp_avg, expected[0])
+        assert_same_bits(mine.exp_avg_sq, expected[1])
+        assert_same_bits(mine.master, plain.master)
+        assert_same_bits(mine.matrix, plain.matrix)
 
 
 @on_devices
@@ -251,7 +296,8 @@ def test_empty_blocks_are_left_alone(device: str) -> None:
     triton_kernels.merge_columns(matrix, 0, everything, matrix.new_empty(0, 5))
     nothing = matrix.new_empty(0, 5)
     triton_kernels.quantize_slices_(nothing, nothing, 1.0, matrix.new_empty(0), nothing.to(torch.int8))
-    triton_kernels.adam_columns_(matrix, 0, everything.deferred, *[nothing] * 4, COEFFICIENTS, step=1, eps=1e-8)
+    none = selection_of(6, 0.0, device)
+    triton_kernels.adam_columns_(SliceState(matrix, 0, none, *[nothing] * 4, 1), COEFFICIENTS, eps=1e-8)
     assert matrix.eq(1.0).all()
 
 
@@ -269,9 +315,7 @@ def test_results_are_reproducible(dim: int, device: str) -> None:
         norms = triton_kernels.norms_and_split(matrix, dim, selection, *blocks)
         weights = torch.ones_like(matrix)
         state = [torch.ones(blocks[0].shape, device=device) for _ in range(3)]
-        triton_kernels.adam_columns_(
-            weights, dim, selection.selected, blocks[0], *state, COEFFICIENTS, step=1, eps=1e-8
-        )
+        triton_kernels.adam_columns_(SliceState(weights, dim, selection, blocks[0], *state, 1), COEFFICIENTS, eps=1e-8)
         return [norms, *blocks, weights, *state]
 
     first = run()
@@ -285,10 +329,11 @@ def test_misfitting_state_is_refused(device: str) -> None:
 
     matrix = torch.zeros(4, 6, device=device)
     good = torch.zeros(2, 4, device=device)
-    selected = torch.arange(2, dtype=torch.int32, device=device)
+    selection = Selection.of(torch.arange(2), 6, torch.device(device))
     for bad in (good.bfloat16(), torch.zeros(3, 4, device=device), torch.zeros(4, 2, device=device).t()):
+        state = SliceState(matrix, 1, selection, good, good, bad, good, 1)
         with pytest.raises(ValueError, match="exp_avg"):
-            triton_kernels.adam_columns_(matrix, 1, selected, good, good, bad, good, COEFFICIENTS, step=1, eps=1e-8)
+            triton_kernels.adam_columns_(state, COEFFICIENTS, eps=1e-8)
 
 
 @pytest.mark.gpu

@@ -111,8 +111,10 @@ STATE_SETS = {
     },
     "bytes bf16": {**OPTION_SETS["reselect often"], **_ROUNDED, "state_dtype": "bf16"},
     "bytes of weights": {**OPTION_SETS["reselect stale"], **_ROUNDED, "offload_weights": 1.0},
+    "bytes resident": {"policy": "resident", "state_dtype": "fp8"},
+    "bytes streamed": {**OPTION_SETS["streamed"], **_ROUNDED, "split_master": False},
 }  # fmt: skip
-"""With host state in fewer bytes, which only the model "wide" can have."""
+"""With state in fewer bytes, which only the model "wide" can have."""
 
 HABITS = (
     "plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled", "offload all",

@@ -18,8 +18,10 @@ from triton.compiler import ASTSource
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import triton_kernels
+from zenflow_compile.runtime.device_updates.column_ops import SliceState
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.host.compressed_block import scales_and_values
+from zenflow_compile.runtime.state_forms import StateForm
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _TYPES = {
@@ -71,7 +73,8 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
         scale_on_device: the factor on gradients is a tensor.
 
     Returns:
-        Launches by name: split, sums (if there are several strips), unsplit, merge, adam, quantize.
+        Launches by name: split, sums (if there are several strips), unsplit, merge, adam with fp32 moments, with bf16
+        and 8-bit ones, quantize.
     """
     dim = 0 if shape[0] >= shape[1] else 1  # as planned: the longer side
     slices, length = shape[dim], shape[1 - dim]
@@ -79,7 +82,6 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
     selection = Selection.of(torch.arange(0, slices, 10), slices, matrix.device)
     k = len(selection.selected)
     selected, deferred = matrix.new_empty(k, length), matrix.new_empty(slices - k, length)
-    state = [torch.empty(k, length) for _ in range(3)]
     scale: Any = torch.ones((), dtype=torch.float64) if scale_on_device else 0.5
     coefficients = StepCoefficients(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
     residual = deferred if dtype == torch.float32 else deferred.bfloat16()
@@ -98,8 +100,12 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
         found["unsplit"] = recorders["_place_slices_kernel"].only()
         triton_kernels.merge_columns(matrix, dim, selection, deferred)
         found["merge"] = recorders["_place_slices_kernel"].only()
-        triton_kernels.adam_columns_(matrix, dim, selection.selected, selected, *state, coefficients, step=1, eps=1e-8)
-        found["adam"] = recorders["_adam_columns_kernel"].only()
+        for moments, name in {"fp32": "adam", "bf16": "adam bf16", "fp8": "adam fp8"}.items():
+            form = StateForm(moments=moments, length=length)
+            state = [torch.empty(shape, dtype=dtype) for shape, dtype in form.tensors(k)]
+            of_slices = SliceState(matrix, dim, selection, selected, *state, 2, form)
+            triton_kernels.adam_columns_(of_slices, coefficients, eps=1e-8)
+            found[name] = recorders["_adam_columns_kernel"].only()
         triton_kernels.quantize_slices_(deferred, residual, scale, *scales_and_values(block))
         found["quantize"] = recorders["_quantize_slices_kernel"].only()
     assert not any(recorder.launches for recorder in recorders.values())

@@ -106,7 +106,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-share", type=float, metavar="R", help="share of all parameters that stays resident, in [0, 1]"
     )
-    parser.add_argument("--state-dtype", choices=("fp32", "bf16", "fp8"), help="how the host stores moments")
+    parser.add_argument("--state-dtype", choices=("fp32", "bf16", "fp8"), help="how moments are stored")
     parser.add_argument(
         "--split-master", action="store_true", default=None, help="bf16 weights complete the host's masters"
     )
@@ -134,6 +134,11 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--svg", metavar="FILE", help="with --frontier: draw it; needs the extra plots")
     parser.add_argument(
         "--exact", action="store_true", help="with --frontier or --models: only plans with AdamW's numbers"
+    )
+    parser.add_argument(
+        "--bytes",
+        action="store_true",
+        help="also print bytes per parameter by way to store state and gradients",
     )
     parser.add_argument("--explain", action="store_true", help="also print the equations with their numbers")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, tokens per second")

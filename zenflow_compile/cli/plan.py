@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from zenflow_compile.checks.validate import check_positive
 from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.cli.frontier_picture import check_plots, write_svg
 from zenflow_compile.cli.frontier_report import print_frontier, print_models
-from zenflow_compile.cli.plan_report import print_prediction
+from zenflow_compile.cli.plan_report import bytes_table, print_prediction
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import hardware_catalog, model_catalog
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import flops_per_token
+from zenflow_compile.prediction.bytes_per_parameter import Combination, bytes_per_parameter
 from zenflow_compile.prediction.forecast import node_plan
 from zenflow_compile.prediction.frontier import fit, frontier
 from zenflow_compile.prediction.predict import Prediction, predict, timeline
@@ -53,10 +55,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if options.trace is not None:
         _write_trace(prediction, options.trace, parser)
     if options.json:
-        _print_json(prediction.as_dict() | _explained(options, prediction))
+        _print_json(prediction.as_dict() | _bytes(options, prediction) | _explained(options, prediction))
         return 0
     console = Console()
     print_prediction(prediction, console)
+    if options.bytes:
+        console.print(bytes_table(prediction.shown.title, _combinations(prediction)))
     _print_explained(_explained(options, prediction), console)
     return 0
 
@@ -71,11 +75,20 @@ def _check(options: argparse.Namespace) -> None:
     for flag, goes in (("svg", options.frontier and not options.models), ("exact", searches)):
         if getattr(options, flag) and not goes:
             raise ValueError(f"--{flag} goes with --frontier{' or --models' if flag == 'exact' else ''}; leave it out")
-    for flag in ("trace", "explain", *(["frontier"] if options.models else [])):
+    for flag in ("trace", "explain", "bytes", *(["frontier"] if options.models else [])):
         if searches and getattr(options, flag):
             raise ValueError(f"--{flag} is about one plan of one model; leave it out, or leave the search out")
     if options.svg is not None:
         check_plots()
+
+
+def _combinations(prediction: Prediction) -> list[Combination]:
+    return bytes_per_parameter(Options.from_keywords(**prediction.shown.options), prediction.scenario)
+
+
+def _bytes(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
+    """The bytes per parameter, if they are asked for."""
+    return {"bytes_per_parameter": [asdict(each) for each in _combinations(prediction)]} if options.bytes else {}
 
 
 def _frontier(scenario: Scenario, options: argparse.Namespace) -> int:

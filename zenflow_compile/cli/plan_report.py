@@ -12,6 +12,7 @@ from rich.text import Text
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.performance.rank_traffic import Exchange
+from zenflow_compile.prediction.bytes_per_parameter import GRADIENTS, STATE, Combination
 from zenflow_compile.prediction.forecast import Forecast
 from zenflow_compile.prediction.predict import Prediction
 from zenflow_compile.prediction.scenario import SOME_DISK, Scenario
@@ -148,6 +149,32 @@ def exchanged(each: Forecast, prediction: Prediction) -> Table:
     for exchange, name in _SHARING.items():
         sent = prediction.exchanges[exchange]
         table.add_row(name, *(gigabytes(size) for size in (sent.sent, sent.to_host, sent.to_device)))
+    return table
+
+
+def bytes_table(title: str, combinations: Sequence[Combination]) -> Table:
+    """Bytes per parameter, a row per way to store the state, a column per way to keep gradients."""
+    on_disk = any(each.disk for each in combinations)
+    table = made_table(
+        f"Bytes per parameter with {title}",
+        f"Host / device{' / disk' if on_disk else ''}: of the device without weights and activations. Columns: "
+        "gradients as they are, as int8 (gradient_compression), or summed on the device (accumulate_on_device); "
+        "shared: with shared_buffers. -: these do not go together.",
+    )
+    table.add_column("state", no_wrap=True)
+    ways = [way for way in GRADIENTS if any(way.items() <= each.options.items() for each in combinations)]
+    for way in ways:
+        name = "int8" if "gradient_compression" in way else "summed" if "accumulate_on_device" in way else "plain"
+        table.add_column(f"{name}, shared" if way["shared_buffers"] else name, justify="right")
+    found = {tuple(each.options.items()): each for each in combinations}
+    for state in STATE:
+        cells = []
+        for way in ways:
+            each = found.get((*state.items(), *way.items()))
+            sizes = () if each is None else (each.host, each.device, *([each.disk] if on_disk else []))
+            cells.append(" / ".join(f"{size:.1f}" for size in sizes) or _NOTHING)
+        if any(cell != _NOTHING for cell in cells):
+            table.add_row(f"{state['state_dtype']}{', split' if state['split_master'] else ''}", *cells)
     return table
 
 

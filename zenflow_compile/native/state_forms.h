@@ -1,4 +1,4 @@
-// Optimizer state in fewer bytes, as runtime/host/state_forms.py describes it: conversion from and to fp32.
+// Optimizer state in fewer bytes, as runtime/state_forms.py describes it: conversion from and to fp32.
 //
 // Loops over elements have no branches on values, so that compilers vectorize them; those of 8-bit moments are written
 // with vectors, since GCC 12 converts vectors of bytes element by element. Results depend on the values alone, not on

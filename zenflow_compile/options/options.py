@@ -154,14 +154,14 @@ class Options:
             order, as far as they fit. 0 keeps none of them.
         spare_device_bytes: Memory of each device, in bytes, for the optimizer state of further resident parameters, in
             forward order: they are updated at every step, and the host has less to do.
-        min_offload_size: Parameters with fewer elements, and all 1-D ones, are resident.
+        min_offload_size: Parameters with fewer elements, and all 1-D ones, are resident, with fp32 state.
         accumulate_on_device: Sum the gradients of an update window on the device, which takes 4 bytes per deferred
             element there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
         gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per slice, and
             adds the rounding error to the next step's gradient; None sends them in the model's dtype.
-        state_dtype: How the host stores both moments: ``"fp32"``; ``"bf16"``, rounded at random, so that the mean of
-            the error is zero, with bits that depend on the values and the step alone; or ``"fp8"``, the same in
-            8 bits with a scale per block of 32 elements (docs/guide/state.md). State on the device is fp32.
+        state_dtype: How both moments are stored, on the host and on the device: ``"fp32"``; ``"bf16"``, rounded at
+            random, so that the mean of the error is zero, with bits that depend on the values and the step alone; or
+            ``"fp8"``, the same in 8 bits with a scale per block of 32 elements (docs/guide/state.md).
         split_master: The host stores each fp32 master as the bf16 weight, which the upload buffer has anyway, and the
             16 bits that complete it: 2 bytes instead of 4 per element. Masters halfway between two bf16 values are
             stored one fp32 ulp lower. Parameters that are not bf16 keep fp32 masters.

@@ -15,13 +15,12 @@ _OF_FILES = ("nvme_path", "host_window_bytes")
 _READERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tokens_per_step", "fill_device"), ("auto",)),
     **dict.fromkeys(("offload_device", "offload_weights_device"), ("zero_infinity", "zenflow")),
-    **dict.fromkeys(("state_dtype", "split_master"), ("zero_offload", "twinflow", "zenflow", "zero_infinity")),
     "ratio": ("twinflow", "deep_optimizer_states"),
     "sub_group_size": _STREAMING,
     "update_stride": _STREAMING,
     **dict.fromkeys(_OF_FILES, ("zero_infinity", "zenflow")),
     **dict.fromkeys(
-        ("min_offload_size", "staging_bytes", "shared_buffers", "weight_grad_order", "weight_grad_bytes"), _OFFLOADING
+        ("split_master", "staging_bytes", "shared_buffers", "weight_grad_order", "weight_grad_bytes"), _OFFLOADING
     ),
     **dict.fromkeys(
         (

@@ -255,7 +255,7 @@ class ParamPlan:
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
-        moments: how the host stores both moments of deferred slices: ``"fp32"``, ``"bf16"``, or ``"fp8"`` with scales.
+        moments: how both moments are stored, on either side: ``"fp32"``, ``"bf16"``, or ``"fp8"`` with scales.
         split_master: the host stores the masters of deferred slices as the bf16 weight in the upload buffer, and the 16
             bits that complete it.
         pool: number of the pool in which its gradient buffers share memory with those of other parameters; None: it has
@@ -420,17 +420,26 @@ class ParamPlan:
         return self.deferred * self.length
 
     @property
-    def moment_slice_bytes(self) -> int:
-        """Bytes of one moment of one slice in the host's state."""
+    def whole_rows(self) -> tuple[int, int]:
+        """Rows of the moments of a parameter without slices, and elements of a row."""
+        return (self.shape[0], math.prod(self.shape[1:])) if len(self.shape) > 1 else (1, self.numel)
+
+    def moment_bytes(self, elements: int) -> int:
+        """Bytes of one moment of ``elements`` consecutive elements: of a slice, or of a row of ``whole_rows``."""
         if self.moments == "fp8":
-            return self.length + -(-self.length // QUANTIZATION_BLOCK)
-        return self.length * (2 if self.moments == "bf16" else FP32_BYTES)
+            return elements + -(-elements // QUANTIZATION_BLOCK)
+        return elements * (2 if self.moments == "bf16" else FP32_BYTES)
 
     @property
     def deferred_state_bytes(self) -> int:
         """Bytes of the host's state of the ``deferred`` slices. Split masters are counted without their weights."""
         master = self.length * (2 if self.split_master else FP32_BYTES)
-        return self.deferred * (master + 2 * self.moment_slice_bytes)
+        return self.deferred * (master + 2 * self.moment_bytes(self.length))
+
+    @property
+    def selected_state_bytes(self) -> int:
+        """Bytes of the device's state of the selected slices."""
+        return self.k * (self.length * FP32_BYTES + 2 * self.moment_bytes(self.length))
 
     @property
     def upload_bytes(self) -> int:
@@ -462,9 +471,10 @@ class ParamPlan:
 
     @property
     def whole_state_bytes(self) -> int:
-        """State of all elements: fp32 moments, and an fp32 master if the weights are not fp32."""
-        tensors = STATE_TENSORS - (self.dtype == FLOAT32)
-        return self.numel * tensors * FP32_BYTES
+        """State of all elements without slices: both moments, and an fp32 master if the weights are not fp32."""
+        rows, elements = self.whole_rows
+        master = 0 if self.dtype == FLOAT32 else self.numel * FP32_BYTES
+        return master + 2 * rows * self.moment_bytes(elements)
 
     @property
     def file_bytes(self) -> int:
@@ -493,7 +503,7 @@ class ParamPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of the state: fp32 moments, and an fp32 master if the weights are not fp32.
+        """Device memory of the state: moments, and an fp32 master if the weights are not fp32 or slices are selected.
 
         With it, the fp32 sum of an update window's gradients, and the rounding error of compressed ones. Buffers for
         streamed state are not counted: all parameters share them.
@@ -502,7 +512,7 @@ class ParamPlan:
             return 0
         if self.offloaded:
             per_deferred = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
-            return self.k * self.length * STATE_BYTES + self.deferred_numel * per_deferred
+            return self.selected_state_bytes + self.deferred_numel * per_deferred
         return self.whole_state_bytes
 
 
@@ -564,11 +574,11 @@ class Plan:
 
     @property
     def state_note(self) -> str | None:
-        """How the host stores state in fewer bytes, and whether that is exact, in words; None: as fp32."""
+        """How state is stored in fewer bytes, and whether that is exact, in words; None: as fp32."""
         on_host = [param for param in self.params if param.offloaded and param.deferred]
         notes = []
-        for moments in dict.fromkeys(param.moments for param in on_host if param.moments != "fp32"):
-            count = sum(param.moments == moments for param in on_host)
+        for moments in dict.fromkeys(param.moments for param in self.params if param.moments != "fp32"):
+            count = sum(param.moments == moments for param in self.params)
             notes.append(f'{moments} moments of {count} parameters: rounded, exact with state_dtype="fp32"')
         if split := sum(param.split_master for param in on_host):
             kept = len(on_host) - split

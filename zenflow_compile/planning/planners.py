@@ -93,15 +93,12 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
-    resident = [
-        ParamPlan(index=index, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
-        for index, spec in enumerate(specs, start=len(plan.params))
-    ]
+    resident = [_resident(index, spec, options) for index, spec in enumerate(specs, start=len(plan.params))]
     pairs = zip(specs, resident, strict=True)
-    on_host = [_on_host(param) if _offloadable(spec, options) else param for spec, param in pairs]
+    on_host = [_on_host(param, options) if _offloadable(spec, options) else param for spec, param in pairs]
     new = _PLANNERS[options.policy](resident, on_host, options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    new = _with_state_forms(_with_streaming(new, resident, subgroups, options), options)
+    new = _with_streaming(new, resident, subgroups, options)
     if options.offload_weights_device == "nvme":
         new = [replace(param, weight_in_file=param.in_file) for param in new]
     existing = [param.whole for param in plan.params]
@@ -170,24 +167,12 @@ def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Opt
     return grouped
 
 
-def _with_state_forms(plans: _Plans, options: Options) -> _Plans:
-    """Have the host store its state as the options say, under the policies that read them."""
-    if options.policy == "deep_optimizer_states":
-        return plans
-    return [
-        replace(plan, moments=options.state_dtype, split_master=options.split_master and plan.dtype == BFLOAT16)
-        if plan.offloaded
-        else plan
-        for plan in plans
-    ]
-
-
 def _check_state_forms(plans: _Plans, options: Options) -> None:
     """
     Raises:
         ValueError: slices are too short for 8-bit moments, or no weight can complete a split master.
     """
-    offloaded = [plan for plan in plans if plan.offloaded and plan.deferred]
+    offloaded = [plan for plan in plans if plan.offloaded]
     for plan in offloaded:
         if plan.moments == "fp8" and plan.length < QUANTIZATION_BLOCK:
             raise ValueError(
@@ -195,16 +180,17 @@ def _check_state_forms(plans: _Plans, options: Options) -> None:
                 f'have {plan.length}; pass state_dtype="bf16", or min_offload_size={plan.numel + 1}, which keeps '
                 "parameters of this size on the device"
             )
-    if options.split_master and offloaded and not any(plan.dtype == BFLOAT16 for plan in offloaded):
+    on_host = [plan for plan in offloaded if plan.deferred]
+    if options.split_master and on_host and not any(plan.dtype == BFLOAT16 for plan in on_host):
         raise ValueError(
-            f"split_master=True needs bf16 weights, and those that the host updates are {offloaded[0].dtype}; convert "
+            f"split_master=True needs bf16 weights, and those that the host updates are {on_host[0].dtype}; convert "
             "the model with model.to(torch.bfloat16), or pass split_master=False"
         )
 
 
 def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
     extends = bool(on_host) and on_host[0].index > 0
-    kept = set[int]() if extends else _kept_resident(on_host, options)
+    kept = set[int]() if extends else _kept_resident(resident, on_host, options)
     plans = []
     for offset, plan in enumerate(on_host):
         if offset in kept or not plan.offloaded:
@@ -238,7 +224,14 @@ _PLANNERS = {
 }
 
 
-def _on_host(plan: ParamPlan) -> ParamPlan:
+def _resident(index: int, spec: ParamSpec, options: Options) -> ParamPlan:
+    """A parameter with all of its state on the device. Moments of few elements stay fp32, and those of short rows."""
+    plan = ParamPlan(index=index, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
+    fits = options.state_dtype != "fp8" or plan.whole_rows[1] >= QUANTIZATION_BLOCK
+    return replace(plan, moments=options.state_dtype) if fits and _offloadable(spec, options) else plan
+
+
+def _on_host(plan: ParamPlan, options: Options) -> ParamPlan:
     """A resident parameter with all of its state on the host."""
     rows, columns = plan.shape[0], plan.numel // plan.shape[0]
     # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, those of down-projections a little in
@@ -246,7 +239,16 @@ def _on_host(plan: ParamPlan) -> ParamPlan:
     # matrices use rows: gradients of queries, keys and values concentrate there, and rows are contiguous.
     dim = 0 if rows >= columns else 1
     slices, length = max(rows, columns), min(rows, columns)
-    return replace(plan, placement=Placement.HOST, dim=dim, slices=slices, length=length, blocking=True)
+    return replace(
+        plan,
+        placement=Placement.HOST,
+        dim=dim,
+        slices=slices,
+        length=length,
+        blocking=True,
+        moments=options.state_dtype,
+        split_master=options.split_master and plan.dtype == BFLOAT16,
+    )
 
 
 def _selection_size(slices: int, topk_ratio: float) -> int:
@@ -266,13 +268,13 @@ def _offloadable(spec: ParamSpec, options: Options) -> bool:
     )
 
 
-def _kept_resident(plans: _Plans, options: Options) -> set[int]:
+def _kept_resident(resident: _Plans, on_host: _Plans, options: Options) -> set[int]:
     """Indices of resident parameters: those without slack, then others in forward order, as memory allows."""
-    kept = _without_slack(plans, options.device_share)
+    kept = _without_slack(on_host, options.device_share)
     spare = options.spare_device_bytes
-    for index, plan in enumerate(plans):
+    for index, plan in enumerate(on_host):
         if index not in kept and plan.offloaded:
-            spare -= plan.whole_state_bytes
+            spare -= resident[index].whole_state_bytes
             if spare < 0:
                 break
             kept.add(index)

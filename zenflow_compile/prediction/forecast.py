@@ -25,6 +25,9 @@ from zenflow_compile.simulator.simulate import SteadyStep, steady_step
 
 _S_PER_HOUR = 3600.0
 
+ROUNDED = "with rounded moments"
+"""The departure from AdamW that every weight may have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightForecast:
@@ -130,7 +133,8 @@ class Forecast:
     @property
     def departures(self) -> dict[str, str]:
         """How the numbers differ from AdamW's, each with the option that makes them equal; empty if they do not."""
-        return departures(Options.from_keywords(**self.options)) if self.traffic else {}
+        options = Options.from_keywords(**self.options)
+        return departures(options) if self.traffic else _rounding(options)
 
     @property
     def title(self) -> str:
@@ -147,11 +151,8 @@ class Forecast:
 
 def departures(options: Options) -> dict[str, str]:
     """How deferred columns differ from AdamW's, each with the option that makes them equal; empty if they do not."""
-    rounded = {}
-    if options.state_dtype != "fp32" and "state_dtype" not in unread(options):
-        rounded = {"with rounded moments": 'state_dtype="fp32"'}
     if options.policy != "zenflow":
-        return rounded
+        return _rounding(options)
     most = "up to " if options.update_interval == "auto" else ""
     window = f"once per update window of {most}{options.longest_window} steps"
     found = (
@@ -159,7 +160,11 @@ def departures(options: Options) -> dict[str, str]:
         (options.staleness > 0, "a step late", "staleness=0"),
         (options.gradient_compression is not None, "by rounded gradients", "gradient_compression=None"),
     )
-    return {how: remedy for departs, how, remedy in found if departs} | rounded
+    return {how: remedy for departs, how, remedy in found if departs} | _rounding(options)
+
+
+def _rounding(options: Options) -> dict[str, str]:
+    return {} if options.state_dtype == "fp32" else {ROUNDED: 'state_dtype="fp32"'}
 
 
 def node_plan(options: Options, scenario: Scenario) -> Plan:

@@ -12,7 +12,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape
 from zenflow_compile.performance.rank_traffic import Exchange, RankTraffic, rank_traffic
 from zenflow_compile.prediction.auto_policy import compare, recommended, resolve_stride
-from zenflow_compile.prediction.forecast import Forecast, forecast, node_plan
+from zenflow_compile.prediction.forecast import ROUNDED, Forecast, forecast, node_plan
 from zenflow_compile.prediction.scenario import SOME_DISK, Scenario, scenario_of
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.simulator.simulate import simulate as simulate_plan
@@ -47,7 +47,8 @@ class Prediction:
         if not found:
             return None
         ways, remedies = ", ".join(found), " and ".join(found.values())
-        return f"Not exactly AdamW: deferred columns are updated {ways}. Exact with {remedies}."
+        what = "weights" if [*found] == [ROUNDED] else "deferred columns"
+        return f"Not exactly AdamW: {what} are updated {ways}. Exact with {remedies}."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: bytes, seconds, tokens per second. Options have no ``nvme_path`` that the user did not give."""

@@ -39,6 +39,7 @@ from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.state_forms import State, StateRows
 
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 
@@ -126,14 +127,15 @@ def is_as_shown(entry: Mapping[str, Any]) -> bool:
 
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """Master and moments of all slices, in the parameter's shape; no job may be writing them."""
-    selection, read = _selection(offloaded), offloaded.transport.device_memory.read
+    selection, device, read = _selection(offloaded), offloaded.device, offloaded.transport.device_memory.read
+    on_device_side = StateRows(device.form, State(*map(read, device.rows.stored))).read()
     with offloaded.host.acquire() as state:
         on_host_side = state.read()
         return {
             name: in_shape(
-                offloaded.plan, [(selection.selected, read(on_device)), (selection.deferred, on_host)], torch.float32
+                offloaded.plan, [(selection.selected, on_device), (selection.deferred, on_host)], torch.float32
             )
-            for name, on_device, on_host in zip(_STATE, offloaded.device.state(), on_host_side, strict=True)
+            for name, on_device, on_host in zip(_STATE, on_device_side, on_host_side, strict=True)
         }
 
 
@@ -198,13 +200,14 @@ def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
         zeros = [torch.zeros_like(param, dtype=dtype, device="cpu") for _ in range(2)]
         master = param.to(device="cpu", dtype=dtype, copy=True)
         return {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1], "master": master}
-    found, read = (
-        {"step": state.step, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq},
-        engine.device_memory.read,
-    )
+    read = engine.device_memory.read
+    moments = state.form.expand(read(state.exp_avg), read(state.exp_avg_sq))
+    found = {"step": read(state.step), **dict(zip(_STATE[1:], moments, strict=True))}
     if state.master is not None:
-        found["master"] = state.master
-    return {name: read(tensor).to("cpu", copy=True) for name, tensor in found.items()}
+        found["master"] = read(state.master)
+    return {
+        name: tensor.view(param.shape if tensor.dim() else ()).to("cpu", copy=True) for name, tensor in found.items()
+    }
 
 
 def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) -> ResidentState | None:
@@ -341,11 +344,9 @@ def _load_offloaded(
     flushed = [at for at in entry["visible_at"].tolist() if at != NONE]
     uploads = [host.upload_to_load() for _ in flushed]
     with host.acquire(write=True, fresh=True) as host_state:
-        of_host = []
-        for name, of_device in zip(_STATE, device.state(), strict=True):
-            slices = in_slices(plan, entry[name].cpu())
-            of_device.copy_(slices[on_device_side])
-            of_host.append(slices[on_host_side].float())
+        slices = [in_slices(plan, entry[name].cpu()) for name in _STATE]
+        device.rows.write([each[on_device_side].float().to(engine.device) for each in slices])
+        of_host = [each[on_host_side].float() for each in slices]
         host_state.write(of_host)
         for upload in uploads:
             with upload.acquire(write=True, fresh=True) as weights:  # of another memory than the state

@@ -24,6 +24,7 @@ from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepC
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device_updates.selection import Selection, row_major
+from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private
 
 _T = TypeVar("_T")
@@ -83,20 +84,36 @@ class SliceState(NamedTuple):
     """The selected slices of one parameter, for :func:`adam_columns_`.
 
     Attributes:
-        matrix: [rows, columns], fp32, bf16 or fp16; only its selected slices are written, none is read.
+        matrix: [rows, columns], fp32, bf16 or fp16; only its selected slices are written, none is read. It may be
+            ``master``.
+        selection: None: all slices, in their order.
         gradient: [k, length], contiguous, of any floating dtype; not written.
-        master, exp_avg, exp_avg_sq: f32[k, length], contiguous, updated in place.
+        master: f32[k, length], contiguous, updated in place.
+        exp_avg, exp_avg_sq: rows of moments, contiguous, as ``form`` stores them; updated in place.
         step: number of gradients in the moments, this one included.
     """
 
     matrix: Tensor
     dim: int
-    selection: Selection
+    selection: Selection | None
     gradient: Tensor
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: int
+    form: StateForm = PLAIN
+
+    def pieces(self) -> list[SliceState]:
+        """Cut the state into rows whose fp32 moments, where they are temporaries, fit into a core's cache."""
+        slices, length = self.gradient.shape
+        most = max(1, _CHUNK_ELEMENTS // max(1, length))
+        if self.form.plain or slices <= most:
+            return [self]
+        parts = (torch.split(each, most) for each in (self.gradient, self.master, self.exp_avg, self.exp_avg_sq))
+        return [
+            self._replace(gradient=gradient, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+            for gradient, master, exp_avg, exp_avg_sq in zip(*parts, strict=True)
+        ]
 
 
 def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
@@ -106,10 +123,8 @@ def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, 
     """
     params = [each for each in params if each.gradient.numel()]
     if params and (kernels := _kernels(params[0].matrix.device)) is not None:
-        for matrix, dim, selection, gradient, master, exp_avg, exp_avg_sq, step in params:
-            kernels.adam_columns_(
-                matrix, dim, selection.selected, gradient, master, exp_avg, exp_avg_sq, coefficients, step=step, eps=eps
-            )
+        for each in params:
+            kernels.adam_columns_(each, coefficients, eps=eps)
     else:
         reference_adam_columns_(params, coefficients, eps=eps)
 
@@ -141,42 +156,59 @@ def quantize_slices_(
 def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
     """:func:`adam_columns_` in PyTorch: one multi-tensor call for the arithmetic of a batch of parameters."""
     for batch in bounded_batches(params, [each.gradient.numel() for each in params], _CHUNK_ELEMENTS):
-        grads = [each.gradient.float() for each in batch]
-        if coefficients.grad_scale != 1.0:
-            grads = list(torch._foreach_mul(grads, for_fp32(coefficients.grad_scale)))
-        counts = {
-            step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
-        }
-        parts: list[tuple[Tensor, ...]] = []
-        cuts: list[PaddedTail] = []
-        for each, grad in zip(batch, grads, strict=True):
-            tensors, count = (each.master, each.exp_avg, each.exp_avg_sq, grad), counts[each.step]
-            if each.master.numel() % VECTOR_ELEMENTS == 0:
-                parts.append((*tensors, count))
-                continue
-            # Rows of the state are stored in any order, so that no element's result may depend on its place.
-            cut = PaddedTail.of([tensor.view(-1) for tensor in tensors])
-            parts += [(*cut.vectors, count), (*cut.padded, count)]
-            cuts.append(cut)
-        masters, exp_avgs, exp_avg_sqs, gradients, steps = (list(each) for each in zip(*parts, strict=True))
-        torch_private.fused_adamw_multi_(
-            masters,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            steps,
-            lr=coefficients.lr,
-            beta1=coefficients.beta1,
-            beta2=coefficients.beta2,
-            weight_decay=coefficients.weight_decay,
-            eps=eps,
-        )
-        for cut in cuts:
-            cut.put_back(3)
+        pieces = [piece for each in batch for piece in each.pieces()]
+        for part in bounded_batches(pieces, [each.gradient.numel() for each in pieces], _CHUNK_ELEMENTS):
+            _update_state(part, coefficients, eps)
         for each in batch:
             dtype = each.matrix.dtype
             master = each.master if dtype == torch.float32 else each.master.to(dtype)
-            reference_merge_columns(each.matrix, each.dim, each.selection.selected_i64, master)
+            if each.selection is not None:
+                reference_merge_columns(each.matrix, each.dim, each.selection.selected_i64, master)
+            elif each.matrix is not each.master:
+                each.matrix.copy_(master if each.dim == 0 else master.t())
+
+
+def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, eps: float) -> None:
+    """The masters and moments of :func:`reference_adam_columns_`."""
+    grads = [each.gradient.float() for each in batch]
+    if coefficients.grad_scale != 1.0:
+        grads = list(torch._foreach_mul(grads, for_fp32(coefficients.grad_scale)))
+    counts = {
+        step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
+    }
+    moments = [each.form.expand(each.exp_avg, each.exp_avg_sq) for each in batch]
+    parts: list[tuple[Tensor, ...]] = []
+    cuts: list[PaddedTail] = []
+    for each, of_it, grad in zip(batch, moments, grads, strict=True):
+        tensors, count = (each.master, *of_it, grad), counts[each.step]
+        if each.master.numel() % VECTOR_ELEMENTS == 0:
+            parts.append((*tensors, count))
+            continue
+        # Rows of the state are stored in any order, so that no element's result may depend on its place.
+        cut = PaddedTail.of([tensor.view(-1) for tensor in tensors])
+        parts += [(*cut.vectors, count), (*cut.padded, count)]
+        cuts.append(cut)
+    masters, exp_avgs, exp_avg_sqs, gradients, steps = (list(each) for each in zip(*parts, strict=True))
+    torch_private.fused_adamw_multi_(
+        masters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        steps,
+        lr=coefficients.lr,
+        beta1=coefficients.beta1,
+        beta2=coefficients.beta2,
+        weight_decay=coefficients.weight_decay,
+        eps=eps,
+    )
+    for cut in cuts:
+        cut.put_back(3)
+    for each, of_it in zip(batch, moments, strict=True):
+        if not each.form.plain:
+            for target, stored in zip(
+                (each.exp_avg, each.exp_avg_sq), each.form.compress(*of_it, step=each.step), strict=True
+            ):
+                target.copy_(stored)
 
 
 @torch.no_grad()

@@ -12,8 +12,9 @@ from torch.nn import Parameter
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.device_updates.column_ops import bounded_batches
+from zenflow_compile.runtime.device_updates.column_ops import SliceState, adam_columns_, bounded_batches
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
+from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private
 
 # Elements of cast or scaled gradients that exist at a time, unless one parameter has more: 256 MiB.
@@ -25,9 +26,11 @@ class ResidentState:
     """Moments of one parameter, and an fp32 master if the weights have 16 bits.
 
     Attributes:
-        exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights.
-        step: f32[], number of gradients in the moments; on the parameter's device, as the fused kernel requires.
-        master: of the moments' dtype; None for fp32 and fp64 weights.
+        exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights. In fewer bytes, as ``form``
+            stores them, a row per row of the parameter.
+        step: f32[], number of gradients in the moments; on the parameter's device, as the fused kernel requires, or on
+            the host for moments in fewer bytes.
+        master: of the parameter's shape, fp32 or fp64; None for fp32 and fp64 weights.
         mark: the parameter after the engine's last write, if there is a master; None if unknown, as after loading.
         counter: the parameter's version counter, which other parameters may share.
     """
@@ -38,25 +41,36 @@ class ResidentState:
     master: Tensor | None
     mark: WriteMark | None = None
     counter: VersionCounter = field(default_factory=VersionCounter)
+    form: StateForm = PLAIN
 
     @classmethod
-    def zeros_like(cls, param: Tensor, counter: VersionCounter | None = None) -> ResidentState:
+    def zeros_like(cls, param: Tensor, counter: VersionCounter | None = None, form: StateForm = PLAIN) -> ResidentState:
         """Make the state of a parameter before its first gradient, in the parameter's memory layout."""
         dtype = _state_dtype(param)
         counter = VersionCounter() if counter is None else counter
         has_master = param.dtype != dtype
+        if form.plain:
+            moments = [torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2)]
+        else:
+            _, *stored = form.tensors(param.numel() // max(1, form.length))
+            moments = [torch.zeros(shape, dtype=of_moment, device=param.device) for shape, of_moment in stored]
         return cls(
-            exp_avg=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
-            exp_avg_sq=torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format),
-            step=torch.zeros((), dtype=torch.float32, device=param.device),
+            exp_avg=moments[0],
+            exp_avg_sq=moments[1],
+            step=torch.zeros((), dtype=torch.float32, device=param.device if form.plain else "cpu"),
             master=param.detach().to(dtype, copy=True) if has_master else None,
             mark=counter.mark(param) if has_master else None,
             counter=counter,
+            form=form,
         )
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the state."""
         return [self.exp_avg, self.exp_avg_sq, self.step, *([] if self.master is None else [self.master])]
+
+    def on_device(self) -> list[Tensor]:
+        """Those of them that are on the parameter's device."""
+        return [each for each in self.tensors() if each is not self.step or self.form.plain]
 
     def reseed_master(self, param: Tensor) -> None:
         """Copy the weights into the master where they are not its cast: there was an external write."""
@@ -66,8 +80,9 @@ class ResidentState:
             self.mark = self.counter.mark(param)
 
     def load(self, state: ResidentState, param: Tensor) -> None:
-        """Copy a checkpoint's state of ``param``. The next update compares the weights with the master, so that weights
-        may be loaded before or after the state.
+        """Copy a checkpoint's state of ``param``, in fp32 or fp64.
+
+        The next update compares the weights with the master, so that weights may be loaded before or after the state.
 
         Raises:
             ValueError: a tensor of the state has another shape than the parameter, or the master is missing.
@@ -77,13 +92,18 @@ class ResidentState:
                 f"the state of a {param.dtype} parameter must {'not ' if self.master is None else ''}have a master; "
                 "load the state of an optimizer over weights of this dtype"
             )
-        for target, source in zip(self.tensors(), state.tensors(), strict=True):
-            if target.shape != source.shape:
+        for source in (state.exp_avg, state.exp_avg_sq, state.master):
+            if source is not None and source.shape != param.shape:
                 raise ValueError(
                     f"state of shape {list(source.shape)} for a parameter of shape {list(param.shape)}; "
                     "load the state of an optimizer over the same model"
                 )
-        for target, source in zip(self.tensors(), state.tensors(), strict=True):
+        moments = [state.exp_avg, state.exp_avg_sq]
+        if not self.form.plain:
+            rows = (each.to(param.device, torch.float32).reshape(len(self.exp_avg), -1) for each in moments)
+            moments = [*self.form.compress(*rows)]
+        loaded = [*moments, state.step, *([] if state.master is None else [state.master])]
+        for target, source in zip(self.tensors(), loaded, strict=True):
             target.copy_(source)  # keeps the parameter's memory layout, which the fused kernel requires
         self.mark = None
 
@@ -98,21 +118,23 @@ class ResidentAdam:
     Attributes:
         states: made with a parameter's first gradient. A parameter without a gradient keeps its step count.
         counters: version counters of the parameters; one that is missing here shares its counter with no other.
+        forms: how their moments are stored; those that are missing here in fp32.
     """
 
     def __init__(self) -> None:
         self.states: dict[Parameter, ResidentState] = {}
         self.counters: dict[Parameter, VersionCounter] = {}
+        self.forms: dict[Parameter, StateForm] = {}
 
     @property
     def nbytes(self) -> int:
         """Device memory of the state, in bytes."""
-        return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors())
+        return sum(tensor.nbytes for state in self.states.values() for tensor in state.on_device())
 
     def list_memory(self, found: MemoryList) -> None:
         """Add the device's memory."""
         for state in self.states.values():
-            found.content(*state.tensors())
+            found.content(*state.on_device())
 
     @torch.no_grad()
     def update(
@@ -121,15 +143,18 @@ class ResidentAdam:
         """Do one AdamW step; see :func:`update_on_device`."""
         for param in params:
             if param not in self.states:
-                self.states[param] = ResidentState.zeros_like(param, self.counters.get(param))
+                self.states[param] = self._new(param)
         states = [self.states[param] for param in params]
         update_on_device(list(zip(params, grads, states, strict=True)), coefficients, eps=eps)
 
     def load(self, param: Parameter, state: ResidentState) -> None:
         """Put back a checkpoint's state; see :meth:`ResidentState.load`."""
-        like = ResidentState.zeros_like(param, self.counters.get(param))
+        like = self._new(param)
         like.load(state, param)
         self.states[param] = like
+
+    def _new(self, param: Parameter) -> ResidentState:
+        return ResidentState.zeros_like(param, self.counters.get(param), self.forms.get(param, PLAIN))
 
 
 @torch.no_grad()
@@ -145,6 +170,38 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients, 
         eps: of Adam, outside the root.
     """
 
+    for param, _, state in updates:
+        if state.master is not None and state.counter.written_since(param, state.mark):
+            state.reseed_master(param)
+    _update_rows([update for update in updates if not update[2].form.plain], coefficients, eps)
+    _update_whole([update for update in updates if update[2].form.plain], coefficients, eps)
+    bump_versions([param for param, _, _ in updates], [state.counter for _, _, state in updates])
+
+
+def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
+    """Update parameters with moments in fewer bytes."""
+    if not updates:
+        return
+    # Operators that write .data do not move the version: ``bump_versions`` does, and counts it.
+    weights = [param.data.contiguous() for param, _, _ in updates]  # of contiguous ones, the parameter's own memory
+    rows = []
+    for weight, (_, grad, state) in zip(weights, updates, strict=True):
+        state.step += 1
+        shape = (len(state.exp_avg), state.form.length)
+        matrix = weight.view(shape)
+        master = matrix if state.master is None else state.master.view(shape)
+        gradient = grad.detach().contiguous().view(shape)
+        step = int(state.step)
+        rows.append(SliceState(matrix, 0, None, gradient, master, state.exp_avg, state.exp_avg_sq, step, state.form))
+    adam_columns_(rows, coefficients, eps=eps)
+    for weight, (param, _, _) in zip(weights, updates, strict=True):
+        if not param.is_contiguous():
+            param.data.copy_(weight)
+
+
+def _update_whole(updates: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
+    """Update parameters with moments of their own shape and memory layout."""
+
     def scratch_elements(update: Update) -> int:
         param, grad, _ = update
         return param.numel() if coefficients.grad_scale != 1.0 or grad.dtype != _state_dtype(param) else 0
@@ -156,11 +213,7 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients, 
 
 
 def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
-    for param, _, state in batch:
-        if state.master is not None and state.counter.written_since(param, state.mark):
-            state.reseed_master(param)
     states = [state for _, _, state in batch]
-    # Operators that write .data do not move the version: ``bump_versions`` does, and counts it.
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
     if coefficients.grad_scale != 1.0:
@@ -188,7 +241,6 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float)
     cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]
     if cast:
         torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
-    bump_versions([param for param, _, _ in batch], [state.counter for state in states])
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:

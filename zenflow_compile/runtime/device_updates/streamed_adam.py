@@ -8,10 +8,11 @@ The next step's copy in of the same subgroup is queued behind its write-back, to
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, Update, update_on_device
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.state_forms import StateForm
 
 CoefficientsOf = Callable[[int], tuple[StepCoefficients, float]]
 """Returns a parameter's current coefficients and eps, by its index."""
@@ -62,8 +64,8 @@ class StreamedParam:
     """One parameter of a subgroup.
 
     Attributes:
-        state: in host memory, except ``step``, which is on the device.
-        offsets: of the state's tensors in the subgroup's memory, in elements; without ``step``.
+        state: in host memory, except ``step``, which is where :class:`ResidentState` has it.
+        offsets: of the state's tensors in the subgroup's memory, in fp32 elements; without ``step``.
         ever_updated: the parameter had a gradient: before that there is no state to save.
     """
 
@@ -90,7 +92,11 @@ class StreamedParam:
 
     def state_in(self, memory: Tensor) -> ResidentState:
         """View the state in ``memory``, f32[elements of the subgroup]; ``step`` is shared with ``state``."""
-        parts = [memory[first : first + self.plan.numel].view(self.plan.shape) for first in self.offsets]
+        parts = []
+        for first, (shape, dtype) in zip(self.offsets, _state_tensors(self.plan), strict=True):
+            size = math.prod(shape)
+            words = -(-size * dtype.itemsize // FP32_BYTES)
+            parts.append(memory[first : first + words].view(dtype)[:size].view(shape))
         return replace(self.state, exp_avg=parts[0], exp_avg_sq=parts[1], master=parts[2] if len(parts) > 2 else None)
 
 
@@ -164,11 +170,12 @@ class StreamedAdam:
             host = arena.take((_elements([plan for plan, _ in together]),), torch.float32)
             params, first = [], 0
             for plan, param in together:
-                elements, tensors = _aligned_elements(plan), _state_tensors(plan)
-                offsets = tuple(range(first, first + tensors * elements, elements))
-                first += tensors * elements
-                step = torch.zeros((), dtype=torch.float32, device=self._device)
-                state = ResidentState(host, host, step, None)  # replaced by views below
+                sizes = [_aligned_elements(tensor) for tensor in _state_tensors(plan)]
+                offsets = tuple(first + before for before in accumulate(sizes[:-1], initial=0))
+                first += sum(sizes)
+                form = StateForm.of_whole(plan)
+                step = torch.zeros((), dtype=torch.float32, device=self._device if form.plain else "cpu")
+                state = ResidentState(host, host, step, None, form=form)  # tensors are replaced by views below
                 made = StreamedParam(plan, param, state, offsets)
                 made.state = made.state_in(host)
                 params.append(made)
@@ -202,13 +209,17 @@ class StreamedAdam:
     @property
     def device_bytes(self) -> int:
         """Device memory of buffers and step counts."""
-        return sum(buffer.tensor.nbytes for buffer in self._buffers) + FP32_BYTES * len(self.params)
+        return sum(buffer.tensor.nbytes for buffer in self._buffers) + FP32_BYTES * len(self._steps_on_device)
 
     def list_memory(self, found: MemoryList) -> None:
         """Add the device's memory."""
         loaded = [each.buffer.tensor for each in self._loaded.values()]
-        found.content(*loaded, *(each.state.step for each in self.params.values()))
+        found.content(*loaded, *self._steps_on_device)
         found.scratch(*(buffer.tensor for buffer in self._buffers))
+
+    @property
+    def _steps_on_device(self) -> list[Tensor]:
+        return [each.state.step for each in self.params.values() if each.state.form.plain]
 
     # Updates.
 
@@ -359,17 +370,22 @@ def arena_bytes(plans: Sequence[ParamPlan]) -> int:
 
 def _elements(plans: Sequence[ParamPlan]) -> int:
     """fp32 elements for the state of a subgroup."""
-    return sum(_state_tensors(plan) * _aligned_elements(plan) for plan in plans)
+    return sum(_aligned_elements(tensor) for plan in plans for tensor in _state_tensors(plan))
 
 
-def _state_tensors(plan: ParamPlan) -> int:
-    """Tensors of a parameter's state, without ``step``: the moments, and a master unless the weights are fp32."""
-    return plan.whole_state_bytes // (plan.numel * FP32_BYTES)
+_TensorOfState = tuple[tuple[int, ...], torch.dtype]
 
 
-def _aligned_elements(plan: ParamPlan) -> int:
+def _state_tensors(plan: ParamPlan) -> list[_TensorOfState]:
+    """Shapes and dtypes of a parameter's state, without ``step``: moments, and a master unless the weights are fp32."""
+    form, rows = StateForm.of_whole(plan), plan.whole_rows[0]
+    moments: list[_TensorOfState] = [(plan.shape, torch.float32)] * 2 if form.plain else [*form.tensors(rows)[1:]]
+    return moments if plan.dtype == torch.float32 else [*moments, (plan.shape, torch.float32)]
+
+
+def _aligned_elements(tensor: _TensorOfState) -> int:
     """fp32 elements from one tensor of a parameter's state to the next."""
-    return carved_bytes([(plan.shape, torch.float32)]) // FP32_BYTES
+    return carved_bytes([tensor]) // FP32_BYTES
 
 
 def _last(*write_backs: WriteBack | None) -> Ticket | None:

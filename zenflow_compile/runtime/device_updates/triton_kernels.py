@@ -20,7 +20,9 @@ This module imports Triton, so it is imported only where Triton is installed.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zenflow_compile.planning.plan import QUANTIZATION_BLOCK
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import on_device
@@ -39,13 +42,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from zenflow_compile.runtime.device_updates.column_ops import SliceState
+
     def _jit(function: Callable[..., None]) -> Any: ...
+
+    _jit_for_any_step = _jit
 else:
     _jit = triton.jit
+    _jit_for_any_step = triton.jit(do_not_specialize=["step"])  # else it is compiled anew at some steps
 
 _BLOCK_SLICES = 64
 _BLOCK_LENGTH = 64
-_BLOCK_STATE_SLICES = 16  # gradient, master and moments of a tile are all in registers
+_BLOCK_STATE_SLICES, _BLOCK_STATE_ELEMENTS = 16, 1024  # gradient, master and moments of a tile are all in registers
 # A program of the split reduces at most this many tiles along its slices: partial sums are then 1/512 of a gradient's
 # elements.
 _MOST_TILES = 8
@@ -195,7 +203,108 @@ def _scale(grad_scale, ON_DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
     return scale
 
 
+# Moments in fewer bytes: see [Note: state forms] in ``state_forms``.
+
+_FP32, _BF16, _FP8 = (tl.constexpr(number) for number in range(3))
+_MOMENTS = {"fp32": _FP32.value, "bf16": _BF16.value, "fp8": _FP8.value}
+_BLOCK: tl.constexpr = tl.constexpr(QUANTIZATION_BLOCK)
+_MANTISSA, _MANTISSA_SQUARE = tl.constexpr(3), tl.constexpr(4)
+_LOST = tl.constexpr(255)
+
+
 @_jit
+def _bits(values):  # type: ignore[no-untyped-def]
+    return values.to(tl.uint32, bitcast=True)
+
+
+@_jit
+def _floats(bits):  # type: ignore[no-untyped-def]
+    return bits.to(tl.float32, bitcast=True)
+
+
+@_jit
+def _random_bits(exp_avg, exp_avg_sq, step):  # type: ignore[no-untyped-def]
+    of_sq = _bits(exp_avg_sq)
+    bits = _bits(exp_avg) + ((of_sq << 16) | (of_sq >> 16)) + step.to(tl.uint32) * 0x9E3779B9
+    bits = bits ^ (bits >> 16)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ (bits >> 15)
+    bits = bits * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@_jit
+def _rounded_to_bf16(values, half):  # type: ignore[no-untyped-def]
+    """The bits of bf16 numbers, as u32."""
+    bits = _bits(values)
+    half = tl.where((bits & 0x7F800000) == 0x7F800000, 0, half)  # infinite, or NaN
+    return tl.where(values == values, (bits + half) >> 16, 0x7FC0)
+
+
+@_jit
+def _load_moment(  # type: ignore[no-untyped-def]
+    moment,
+    code,
+    mask,
+    of_block,
+    is_block,
+    BLOCK_SLICES: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
+    """Load fp32 numbers of codes with a scale per block."""
+    codes = tl.load(moment + code, mask=mask, other=0).to(tl.uint8, bitcast=True).to(tl.uint32)
+    scales = tl.load(moment + of_block, mask=is_block, other=0).to(tl.uint8, bitcast=True).to(tl.uint32)
+    magnitude = codes & 0x7F if SIGNED else codes
+    bits = magnitude << (23 - MANTISSA)
+    subnormal = _floats(bits + ((127 - 14) << 23)) - 0.00006103515625  # 2**-14
+    relative = tl.where((magnitude >> MANTISSA) == 0, subnormal, _floats(bits + ((127 - 15) << 23)))
+    power = _floats(tl.where(scales == _LOST, 0x7FC00000, scales << 23))
+    relative = tl.reshape(relative, (BLOCK_SLICES, BLOCK_LENGTH // _BLOCK, _BLOCK))
+    values = tl.reshape(relative * power[:, :, None], (BLOCK_SLICES, BLOCK_LENGTH))
+    return tl.where(codes > magnitude, -values, values)
+
+
+@_jit
+def _store_moment(  # type: ignore[no-untyped-def]
+    moment,
+    values,
+    random,
+    code,
+    mask,
+    of_block,
+    is_block,
+    BLOCK_SLICES: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    SIGNED: tl.constexpr,
+):
+    """Store fp32 numbers as codes with a scale per block; those behind the end are zeros."""
+    bits = tl.reshape(_bits(values), (BLOCK_SLICES, BLOCK_LENGTH // _BLOCK, _BLOCK))
+    random = tl.reshape(random, (BLOCK_SLICES, BLOCK_LENGTH // _BLOCK, _BLOCK))
+    # Without the sign, the bits are in the order of the numbers, as i32 as well.
+    largest = tl.max((bits & 0x7FFFFFFF).to(tl.int32), axis=2).to(tl.uint32)
+    exponent = (largest + 0x7FFFFF) >> 23  # of the power of two that is not below it
+    scales = tl.where(largest < 0x00800000, 0, tl.where(exponent >= 254, _LOST, exponent)).to(tl.uint32)
+    tl.store(moment + of_block, scales.to(tl.uint8).to(tl.int8, bitcast=True), mask=is_block)
+    inverse = _floats(tl.where((scales > 0) & (scales < _LOST), (254 - scales) << 23, 0).to(tl.uint32))
+    bits = tl.where((scales == _LOST)[:, :, None], 0, bits)
+    relative = _floats(bits & 0x7FFFFFFF) * inverse[:, :, None]
+    # Below the smallest normal number, the sum has the number in its last bits.
+    subnormal = _bits(relative + 0.00006103515625) - ((127 - 14) << 23)  # 2**-14
+    normal = _bits(relative) - ((127 - 15) << 23)
+    codes = (tl.where(relative < 0.00006103515625, subnormal, normal) + random) >> (23 - MANTISSA)
+    if SIGNED:
+        codes = codes | ((bits >> 31) << 7)
+    else:
+        # Hazard: a second moment of 0 divides the first one by eps alone.
+        codes = tl.where((codes == 0) & (relative > 0.0), 1, codes)
+    codes = tl.reshape(codes, (BLOCK_SLICES, BLOCK_LENGTH))
+    tl.store(moment + code, codes.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
+
+
+@_jit_for_any_step
 def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     matrix,
     stride_row,
@@ -215,7 +324,11 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     step_size,
     bias_correction2_sqrt,
     eps,
+    step,
     SCALE_ON_DEVICE: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ALL: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SLICES: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
@@ -231,27 +344,66 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
 
     scale = _scale(grad_scale, SCALE_ON_DEVICE)
     grad = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32) * scale
-    first = tl.load(exp_avg + offset, mask=mask, other=0.0)
-    second = tl.load(exp_avg_sq + offset, mask=mask, other=0.0)
     weight = tl.load(master + offset, mask=mask, other=0.0)
+    if MOMENTS == _FP8:
+        # A row of stored moments begins with its scales.
+        blocks = tl.cdiv(length, _BLOCK)
+        row = number.to(tl.int64)[:, None] * (blocks + length)
+        code = tl.multiple_of(row + blocks + element[None, :], (1, ALIGNED))
+        block = (tl.program_id(0) // slice_blocks) * (BLOCK_LENGTH // _BLOCK) + tl.arange(0, BLOCK_LENGTH // _BLOCK)
+        is_block = is_slice[:, None] & (block < blocks)[None, :]
+        of_block = row + block[None, :]
+        first = _load_moment(exp_avg, code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA, True)
+        second = _load_moment(
+            exp_avg_sq, code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA_SQUARE, False
+        )
+    else:
+        first = tl.load(exp_avg + offset, mask=mask, other=0.0)
+        second = tl.load(exp_avg_sq + offset, mask=mask, other=0.0)
+        if MOMENTS == _BF16:
+            # Through bits: Triton's interpreter has bf16 as bits.
+            first = _floats(first.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
+            second = _floats(second.to(tl.uint16, bitcast=True).to(tl.uint32) << 16)
     first += one_minus_beta1 * (grad - first)
     second = beta2 * second + one_minus_beta2 * (grad * grad)
     # Correctly rounded root and quotients, as the references have: the kernel waits for memory anyway.
     denominator = tl.math.div_rn(tl.math.sqrt_rn(second), bias_correction2_sqrt) + eps
     weight = weight * decay - tl.math.div_rn(step_size * first, denominator)
-    tl.store(exp_avg + offset, first, mask=mask)
-    tl.store(exp_avg_sq + offset, second, mask=mask)
     tl.store(master + offset, weight, mask=mask)
+    if MOMENTS == _FP32:
+        tl.store(exp_avg + offset, first, mask=mask)
+        tl.store(exp_avg_sq + offset, second, mask=mask)
+    elif MOMENTS == _BF16:
+        random = _random_bits(first, second, step)
+        stored = _rounded_to_bf16(first, random & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(exp_avg + offset, stored, mask=mask)
+        stored = _rounded_to_bf16(second, random >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(exp_avg_sq + offset, stored, mask=mask)
+    else:
+        random = _random_bits(first, second, step)
+        _store_moment(
+            exp_avg, tl.where(mask, first, 0.0), random & 0xFFFFF,
+            code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA, True,
+        )  # fmt: skip
+        _store_moment(
+            exp_avg_sq, tl.where(mask, second, 0.0), random >> 13,
+            code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA_SQUARE, False,
+        )  # fmt: skip
 
-    slice_index = tl.load(selected + number, mask=is_slice, other=0)
+    if ALL:
+        slice_index = number
+    else:
+        slice_index = tl.load(selected + number, mask=is_slice, other=0)
     cast = weight.to(matrix.dtype.element_ty)
     if DIM == 0:
-        row = matrix + slice_index.to(tl.int64)[:, None] * stride_row
-        tl.store(row + element[None, :] * stride_column, cast, mask=mask)
+        row_of_matrix = matrix + slice_index.to(tl.int64)[:, None] * stride_row
+        tl.store(row_of_matrix + element[None, :] * stride_column, cast, mask=mask)
     else:
-        row = matrix + element.to(tl.int64)[:, None] * stride_row
+        row_of_matrix = matrix + element.to(tl.int64)[:, None] * stride_row
         tl.store(
-            row + slice_index[None, :] * stride_column, tl.trans(cast), mask=is_element[:, None] & is_slice[None, :]
+            row_of_matrix + slice_index[None, :] * stride_column,
+            tl.trans(cast),
+            mask=is_element[:, None] & is_slice[None, :],
         )
 
 
@@ -404,46 +556,33 @@ def _place_slices(matrix: Tensor, dim: int, selection: Selection, first_in: Tens
         )
 
 
-def adam_columns_(
-    matrix: Tensor,
-    dim: int,
-    selected: Tensor,
-    gradient: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    coefficients: StepCoefficients,
-    *,
-    step: int,
-    eps: float,
-) -> None:
-    """See ``column_ops.adam_columns_``.
+def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: float) -> None:
+    """See ``column_ops.adam_columns_``; of one parameter.
 
     Raises:
-        ValueError: a state tensor or the gradient is not contiguous, not [k, length], or the state is not fp32.
+        ValueError: a state tensor or the gradient is not contiguous, or has another shape or dtype than its form has.
     """
-    matrix, dim = row_major(matrix, dim)
-    shape = (selected.numel(), matrix.shape[1 - dim])
-    state = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, tensor in {"gradient": gradient, **state}.items():
-        wrong_dtype = name in state and tensor.dtype != torch.float32
-        if tensor.shape != shape or not tensor.is_contiguous() or wrong_dtype:
-            raise ValueError(
-                f"{name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "
-                f"it must be contiguous {list(shape)}, and fp32 unless it is the gradient"
-            )
-    if not gradient.numel():
+    matrix, dim = row_major(state.matrix, state.dim)
+    slices = matrix.shape[dim] if state.selection is None else state.selection.selected.numel()
+    shape = (slices, matrix.shape[1 - dim])
+    _check("gradient", state.gradient, shape, state.gradient.dtype)
+    stored = (state.master, state.exp_avg, state.exp_avg_sq)
+    expected = replace(state.form, length=shape[1]).tensors(slices)
+    for name, tensor, (of_tensor, dtype) in zip(("master", "exp_avg", "exp_avg_sq"), stored, expected, strict=True):
+        _check(name, tensor, of_tensor, dtype)
+    if not state.gradient.numel():
         return
-    window, scale = window_coefficients([coefficients], step), on_device(coefficients.grad_scale)
+    window, scale = window_coefficients([coefficients], state.step), on_device(coefficients.grad_scale)
+    # A state of few rows, such as that of a part of a parameter, has long tiles.
+    block_slices = min(_BLOCK_STATE_SLICES, triton.next_power_of_2(slices))
+    block_length = _BLOCK_STATE_ELEMENTS // block_slices
     with _on(matrix):
-        _adam_columns_kernel[(triton.cdiv(shape[1], _BLOCK_LENGTH) * triton.cdiv(shape[0], _BLOCK_STATE_SLICES),)](
+        _adam_columns_kernel[(triton.cdiv(shape[1], block_length) * triton.cdiv(slices, block_slices),)](
             matrix,
             *matrix.stride(),
-            selected,
-            gradient,
-            master,
-            exp_avg,
-            exp_avg_sq,
+            state.master if state.selection is None else state.selection.selected,
+            state.gradient,
+            *stored,
             *shape,
             scale,
             1.0 - coefficients.beta1,
@@ -453,11 +592,23 @@ def adam_columns_(
             window.step_size,
             window.bias_correction2_sqrt,
             eps,
+            state.step,
             SCALE_ON_DEVICE=_on_device(scale),
+            MOMENTS=_MOMENTS[state.form.moments],
+            ALIGNED=math.gcd(16, shape[1], state.form.blocks, state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()),
+            ALL=state.selection is None,
             DIM=dim,
-            BLOCK_SLICES=_BLOCK_STATE_SLICES,
-            BLOCK_LENGTH=_BLOCK_LENGTH,
+            BLOCK_SLICES=block_slices,
+            BLOCK_LENGTH=block_length,
             enable_fp_fusion=False,
+        )
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "
+            f"it must be contiguous {dtype}{list(shape)}"
         )
 
 

@@ -32,7 +32,7 @@ from zenflow_compile.planning.plan import FP32_BYTES
 from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients, rule_p_, window_coefficients
 from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.host.compressed_block import EXPANDED_ELEMENTS, expanded, scales_and_values
-from zenflow_compile.runtime.host.state_forms import PLAIN, StateForm
+from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private
 
 Kernel = Literal["auto", "native", "aten"]

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
-from zenflow_compile.runtime.host.state_forms import State, StateForm
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
+from zenflow_compile.runtime.state_forms import State, StateForm
 
 
 class Needs(NamedTuple):
@@ -82,12 +82,12 @@ class InMemoryState:
     error: BaseException | None = None
 
     def __init__(self, plan: ParamPlan, arena: HostArena) -> None:
-        self._state = State(*(arena.take(*each) for each in StateForm.of(plan).tensors(plan.deferred)))
+        self._state = State(*(arena.take(*each) for each in StateForm.of_deferred(plan).tensors(plan.deferred)))
 
     @staticmethod
     def arena_bytes(plan: ParamPlan) -> int:
         """Bytes that it takes of the arena."""
-        return carved_bytes(StateForm.of(plan).tensors(plan.deferred))
+        return carved_bytes(StateForm.of_deferred(plan).tensors(plan.deferred))
 
     def state(self) -> State:
         """See :meth:`StateStore.state`."""

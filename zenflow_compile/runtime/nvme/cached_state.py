@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from zenflow_compile.runtime.device.copy_lanes import Ticket
-from zenflow_compile.runtime.host.state_forms import State
 from zenflow_compile.runtime.host.state_store import Needs
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.nvme.state_file import StateFileError
+from zenflow_compile.runtime.state_forms import State
 
 
 class CachedState:

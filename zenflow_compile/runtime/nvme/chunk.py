@@ -12,9 +12,9 @@ from zenflow_compile.native.library import FileChunk
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.host.arena import carved_bytes
-from zenflow_compile.runtime.host.state_forms import State, StateForm
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.nvme.state_file import StateFile, StateFileError, whole_pages
+from zenflow_compile.runtime.state_forms import State, StateForm
 
 
 class Content(NamedTuple):
@@ -127,13 +127,13 @@ class Chunk:
 
 def chunk_bytes(plan: ParamPlan) -> int:
     """Bytes that the parameter's state takes in the cache and in a file: whole pages."""
-    return whole_pages(carved_bytes(StateForm.of(plan).tensors(plan.deferred)))
+    return whole_pages(carved_bytes(StateForm.of_deferred(plan).tensors(plan.deferred)))
 
 
 def state_in(memory: Tensor, plan: ParamPlan) -> State:
     """The stored tensors in the memory of a chunk, u8[size], aligned as in an arena."""
     tensors, begin = [], 0
-    for shape, dtype in StateForm.of(plan).tensors(plan.deferred):
+    for shape, dtype in StateForm.of_deferred(plan).tensors(plan.deferred):
         end = begin + shape[0] * shape[1] * dtype.itemsize
         tensors.append(memory[begin:end].view(dtype).view(shape))
         begin += carved_bytes([(shape, dtype)])

@@ -14,7 +14,7 @@ from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates import column_ops, selection_groups
 from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.host.state_forms import StateRows
+from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 
 SCORE_DECAY = 0.9
 """Weight of the past in the score. The score of one batch is mostly noise: a selection by an average over about ten
@@ -26,20 +26,22 @@ _SORTED_ELEMENTS = 1 << 18
 
 @dataclass(slots=True)
 class DeviceState:
-    """fp32 state ``[k, length]`` of the selected slices, the current selection and the scores.
+    """State of the selected slices, a row each, the current selection and the scores.
 
     Attributes:
         selection: selected and deferred slices, in the order of the state's rows.
+        master: f32[k, length].
+        exp_avg, exp_avg_sq: moments, as ``form`` stores them.
         gradient: ``[k, length]`` in the model's dtype, the selected slices of the gradient until the optimizer step.
         norms: f32[slices], squared norms of that gradient's slices.
         score: f32[slices], moving average of the squared norms of unscaled gradients.
         steps: number of gradients in the moments.
         selects: whether the selection may change.
         selected_at: step of the last re-selection; None before the first.
-        in_order: see ``rows_in_order``.
     """
 
     plan: ParamPlan
+    form: StateForm
     selection: Selection
     gradient: Tensor
     master: Tensor
@@ -50,19 +52,19 @@ class DeviceState:
     selects: bool
     steps: int = 0
     selected_at: int | None = None
-    in_order: Selection | None = None
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> DeviceState:
         """Make state of zeros. The first ``k`` slices are selected until there are gradients: as many of each group as
         later.
         """
-        block = (plan.k, plan.length)
-        state = [torch.zeros(block, dtype=torch.float32, device=device) for _ in range(3)]
+        form = StateForm.of_selected(plan)
+        state = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in form.tensors(plan.k)]
         return cls(
             plan=plan,
+            form=form,
             selection=Selection.of(torch.arange(plan.k, dtype=torch.int32, device="cpu"), plan.slices, device),
-            gradient=torch.zeros(block, dtype=plan.dtype, device=device),
+            gradient=torch.zeros((plan.k, plan.length), dtype=plan.dtype, device=device),
             master=state[0],
             exp_avg=state[1],
             exp_avg_sq=state[2],
@@ -84,10 +86,8 @@ class DeviceState:
             has_gradient: ``gradient`` has values that count.
         """
         (found.content if has_gradient else found.scratch)(self.gradient)
-        found.content(*self.state(), self.norms, self.score)
-        for selection in (self.selection, self.in_order):
-            if selection is not None:
-                selection.list_memory(found)
+        found.content(self.master, self.exp_avg, self.exp_avg_sq, self.norms, self.score)
+        self.selection.list_memory(found)
 
     def best_slices(self) -> Tensor:
         """Return the slices with the highest scores of each group: i32[k], ascending."""
@@ -115,15 +115,10 @@ class DeviceState:
         """
         return torch.sum(self.norms.masked_fill(~self.selection.mask, 0.0), 0, out=out)
 
-    def rows_in_order(self) -> Selection:
-        """The selection by which row i of a block [k, length] is slice i."""
-        if self.in_order is None:
-            self.in_order = Selection.of(torch.arange(self.plan.k), self.plan.k, self.master.device)
-        return self.in_order
-
-    def state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the fp32 master and moments."""
-        return self.master, self.exp_avg, self.exp_avg_sq
+    @property
+    def rows(self) -> StateRows:
+        """Access to the state in fp32."""
+        return StateRows(self.form, State(self.master, self.exp_avg, self.exp_avg_sq))
 
 
 def feed_scores(states: Sequence[DeviceState], unscale: Sequence[Number]) -> None:
@@ -168,14 +163,14 @@ def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection]
     return counts
 
 
-def exchange_rows(device_side: tuple[Tensor, ...], host_side: StateRows, device_rows: Tensor, host_rows: Tensor) -> int:
+def exchange_rows(device_side: StateRows, host_side: StateRows, device_rows: Tensor, host_rows: Tensor) -> int:
     """Swap rows of state in the calling thread, with blocking copies. ``StateExchange`` swaps the same rows without.
 
     No job may use the host's side, and no copy may read its weights.
 
     Args:
-        device_side: f32[k, length] tensors, the master first.
-        host_side: tensors of the same meaning, and weights that get the new masters of swapped rows.
+        device_side: of the selected slices.
+        host_side: of the deferred ones, and weights that get the new masters of swapped rows.
         device_rows, host_rows: as in ``Reselection``, the second one on the host.
 
     Returns:
@@ -183,11 +178,9 @@ def exchange_rows(device_side: tuple[Tensor, ...], host_side: StateRows, device_
     """
     swapped = host_rows[host_rows >= 0].long()
     rows, device = device_rows[: len(swapped)], device_of(device_rows.device)
-    moved = 0
     # After an interrupt in here the two sides do not match: the caller marks the update as partially applied.
-    leaving = [device.to_host(each[rows], "state") for each in device_side]
-    for on_device, entering in zip(device_side, host_side.read(swapped), strict=True):
-        on_device[rows] = device.from_host(entering, "state")
-        moved += entering.nbytes
+    leaving = [device.to_host(each, "state") for each in device_side.read(rows)]
+    entering = host_side.read(swapped)
+    device_side.write([device.from_host(each, "state") for each in entering], rows)
     host_side.write(leaving, swapped)
-    return moved
+    return sum(each.nbytes for each in entering)

@@ -14,6 +14,7 @@ from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, R
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.parameters.host_weights import HostWeights
+from zenflow_compile.runtime.state_forms import StateForm
 
 
 class DeviceUpdated:
@@ -40,13 +41,14 @@ class DeviceUpdated:
         self._coefficients_of = coefficients_of
         self._params: dict[int, Parameter] = {}
 
-    def add(self, index: int, param: Parameter, counter: VersionCounter) -> None:
-        """Serve parameter ``index`` of the plan."""
-        self._params[index] = param
-        if (streamed := self._streamed.params.get(index)) is not None:
+    def add(self, plan: ParamPlan, param: Parameter, counter: VersionCounter) -> None:
+        """Serve the parameter of ``plan``."""
+        self._params[plan.index] = param
+        if (streamed := self._streamed.params.get(plan.index)) is not None:
             streamed.state.counter = counter
         else:
             self.resident.counters[param] = counter
+            self.resident.forms[param] = StateForm.of_whole(plan)
 
     @property
     def nbytes(self) -> int:

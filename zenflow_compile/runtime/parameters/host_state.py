@@ -24,11 +24,11 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pa
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
-from zenflow_compile.runtime.host.state_forms import State, StateForm, StateRows
 from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, StateInFile, StateStore
 from zenflow_compile.runtime.host.upload_buffer import InMemoryUpload, UploadBuffer
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.recorder import Moment
+from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 from zenflow_compile.runtime.trace_annotations import annotated
 
 TASK_ELEMENTS = 1 << 20
@@ -295,7 +295,7 @@ class HostState:
         if gradients is None:
             gradients = [arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)]
         block = (plan.deferred, plan.length)
-        form = StateForm.of(plan)
+        form = StateForm.of_deferred(plan)
         unit = CUT_ELEMENTS if form.plain and not plan.compressed else plan.length  # others are cut between slices
         store = file or InMemoryState(plan, arena)
         return cls(

@@ -749,7 +749,7 @@ class OffloadedParam(IncomingGradient):
         of_weights = nullcontext() if weights is None else weights.acquire(write=True)
         with self.host.acquire(write=True) as state, of_weights as rows:
             host_side = replace(state, weights=rows)
-            moved = exchange_rows(self.device.state(), host_side, change.device_rows, host_rows)
+            moved = exchange_rows(self.device.rows, host_side, change.device_rows, host_rows)
         self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
 
     def _wait_for_state(self) -> None:

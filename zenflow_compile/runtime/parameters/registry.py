@@ -153,7 +153,7 @@ class ParamRegistry:
             self.counters.append(counters[index])
             counters[index].add(index, param)
             if index not in offloaded:
-                self.device_updated.add(index, param, counters[index])
+                self.device_updated.add(plan.params[index], param, counters[index])
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not one of the parameters."""

@@ -33,13 +33,13 @@ from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob
-from zenflow_compile.runtime.host.state_forms import PLAIN, StateForm, StateRows
 from zenflow_compile.runtime.host.state_store import Needs
 from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.state_forms import PLAIN, StateForm, StateRows
 from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.torch_internals import torch_private
 
@@ -292,8 +292,12 @@ class StateExchange:
         in_use = [chunk.buffer for chunk in self._in_flight]
         buffer = next(buffer for buffer in self._buffers if all(buffer is not each for each in in_use))
         blocks, of_host = _views(buffer.on_device, len(rows), device.plan.length)
-        for state, block in zip(device.state(), blocks, strict=True):
-            torch.index_select(state, 0, rows, out=block)
+        if device.form.plain:
+            for state, block in zip(device.rows.stored, blocks, strict=True):
+                torch.index_select(state, 0, rows, out=block)  # without temporaries
+        else:
+            for state, block in zip(device.rows.read(rows), blocks, strict=True):
+                block.copy_(state)
         of_host.copy_(host_rows)
         used = sum(block.numel() for block in blocks) + len(rows)
         name = device.plan.name
@@ -379,8 +383,7 @@ class StateExchange:
             raise
         # An interrupt below is harmless: the chunk stays in flight, and the rows are put in place again.
         blocks, _ = _views(chunk.buffer.on_device, len(chunk.rows), chunk.device.plan.length)
-        for state, block in zip(chunk.device.state(), blocks, strict=True):
-            state.index_copy_(0, chunk.rows, block)
+        chunk.device.rows.write(blocks, chunk.rows)
         if (streams := self._device.streams) is not None:
             # Hazard: a load in a forward may be the one that needs the state. Its stream may be late, and that of the
             # optimizer step, which the rows were allocated in, would reuse their memory.

@@ -20,11 +20,11 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.host.state_forms import StateForm
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
+from zenflow_compile.runtime.state_forms import StateForm
 
 _CACHES = 2  # the measurement of the host's rate covers this many times the last-level cache
 
@@ -120,7 +120,7 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: HostWorkers | PythonPo
     elements = slices * plan.length
     task_bytes = round(elements * touched_bytes(plan, len(coefficients)))
     shape = (slices, plan.buffer_shape[1]) if plan.compressed else (elements,)
-    form = StateForm.of(plan)
+    form = StateForm.of_deferred(plan)
     stored = list(zip(form.row_elements, form.dtypes, strict=True))
 
     def task() -> Callable[[], int]:

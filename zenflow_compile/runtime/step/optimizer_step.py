@@ -8,6 +8,7 @@ from typing import NamedTuple
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.device_state import feed_scores
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
@@ -60,16 +61,16 @@ def update_slices(members: Sequence[Member]) -> None:
     together: dict[tuple[StepCoefficients, float], list[column_ops.SliceState]] = {}
     params = [member.offloaded for member in members]
     for offloaded, coefficients, eps in members:
-        device = offloaded.device
+        device, home = offloaded.device, offloaded.weights.home
         device.steps += 1
-        home = offloaded.weights.home
+        selection: Selection | None
         if home is None or offloaded.weights.put_into_slices() is None:
             if home is not None:
                 home.begin_write()
             matrix, dim, selection = offloaded.weights.matrix, offloaded.plan.dim, device.selection
         else:
             # The masters have the weight of these slices: what is cast goes where the gradient was.
-            matrix, dim, selection = device.gradient, 0, device.rows_in_order()
+            matrix, dim, selection = device.gradient, 0, None
         together.setdefault((coefficients, eps), []).append(
             column_ops.SliceState(
                 matrix,
@@ -80,6 +81,7 @@ def update_slices(members: Sequence[Member]) -> None:
                 device.exp_avg,
                 device.exp_avg_sq,
                 device.steps,
+                device.form,
             )
         )
     for (coefficients, eps), states in together.items():

@@ -1,12 +1,13 @@
-"""The host's state in fewer bytes: how it is stored, and its conversion from and to fp32.
+"""State in fewer bytes: how it is stored, and its conversion from and to fp32.
 
-[Note: state forms] Each tensor of a parameter's state has one row per deferred slice: a slice that changes sides moves
-alone. ``native/state_forms.h`` computes the same bits as this file.
+[Note: state forms] Each tensor of a parameter's state has one row per slice: a slice that changes sides moves alone.
+Without slices, a row is one of the parameter. ``native/state_forms.h`` and the Triton kernels compute the same bits as
+this file.
 
-- **Split master.** The fp32 master is the bf16 weight, which the upload buffer that was written last has, and an int16
-  of what rounding took away. Two fp32 numbers have the same weight and the same int16 only if one is halfway between
-  two bf16 numbers and rounded down (to even): such a master is stored one fp32 ulp lower. So PyTorch's cast of a master
-  is the weight, as for fp32 masters.
+- **Split master**, on the host. The fp32 master is the bf16 weight, which the upload buffer that was written last has,
+  and an int16 of what rounding took away. Two fp32 numbers have the same weight and the same int16 only if one is
+  halfway between two bf16 numbers and rounded down (to even): such a master is stored one fp32 ulp lower. So PyTorch's
+  cast of a master is the weight, as for fp32 masters.
 - **bf16 moments.** Of the 16 bits that are cut off, rounding up has the probability: the mean of the error is zero. A
   second moment changes by 0.1% per step, which rounding to nearest (0.2 to 0.4%) would lose.
 - **8-bit moments.** 32 consecutive elements of a slice share a scale, a power of two in one byte, as in the OCP
@@ -38,7 +39,7 @@ _WORD = 0xFFFFFFFF
 
 
 class State(NamedTuple):
-    """Tensors of one parameter in host memory, with a row per deferred slice: f32[deferred, length], or as stored."""
+    """Tensors of one parameter's state, with a row per slice: f32[slices, length], or as stored."""
 
     master: Tensor
     exp_avg: Tensor
@@ -60,9 +61,19 @@ class StateForm:
     length: int = 1
 
     @classmethod
-    def of(cls, plan: ParamPlan) -> StateForm:
-        """The form that the plan asks for."""
+    def of_deferred(cls, plan: ParamPlan) -> StateForm:
+        """The form of the deferred slices' state."""
         return cls(plan.split_master, plan.moments, plan.length)
+
+    @classmethod
+    def of_selected(cls, plan: ParamPlan) -> StateForm:
+        """The form of the selected slices' state."""
+        return cls(moments=plan.moments, length=plan.length)
+
+    @classmethod
+    def of_whole(cls, plan: ParamPlan) -> StateForm:
+        """The form of the state of a parameter without slices, whose rows are the slices."""
+        return cls(moments=plan.moments, length=plan.whole_rows[1])
 
     @property
     def plain(self) -> bool:
@@ -90,6 +101,27 @@ class StateForm:
         """Shapes and dtypes of the stored tensors of so many slices."""
         return [((slices, elements), dtype) for elements, dtype in zip(self.row_elements, self.dtypes, strict=True)]
 
+    def expand(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 moments, [n, length], of rows as they are stored: copies, unless they are stored in fp32."""
+        if self.moments == "bf16":
+            return exp_avg.float(), exp_avg_sq.float()
+        if self.moments == "fp8":
+            return _expanded(self, exp_avg, signed=True), _expanded(self, exp_avg_sq, signed=False)
+        return exp_avg, exp_avg_sq
+
+    def compress(self, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Rows of moments as they are stored, of fp32 moments [n, length].
+
+        Args:
+            step: decides how they are rounded, with their values.
+        """
+        if self.moments == "fp32":
+            return exp_avg, exp_avg_sq
+        random = _random_bits(exp_avg, exp_avg_sq, step)
+        if self.moments == "bf16":
+            return _rounded(exp_avg, random & 0xFFFF), _rounded(exp_avg_sq, random >> 16)
+        return _quantized(self, exp_avg, exp_avg_sq, random)
+
     def rows(self, state: Sequence[Tensor], weights: Tensor | None) -> StateRows:
         """Access to stored tensors and weights of any contiguous shape."""
         stored = (each.view(-1, elements) for each, elements in zip(state, self.row_elements, strict=True))
@@ -115,8 +147,8 @@ class StateRows:
     """Reads and writes rows of one parameter's state in fp32, whatever its form.
 
     Attributes:
-        stored: one row per deferred slice.
-        weights: [deferred, length] in the model's dtype, which get the cast of each master that is written; split
+        stored: one row per slice.
+        weights: [slices, length] in the model's dtype, which get the cast of each master that is written; split
             masters are completed by them. None writes none.
     """
 
@@ -131,11 +163,7 @@ class StateRows:
         if form.split:
             assert self.weights is not None
             master = _joined(self.weights[rows], master)
-        if form.moments == "bf16":
-            exp_avg, exp_avg_sq = exp_avg.float(), exp_avg_sq.float()
-        elif form.moments == "fp8":
-            exp_avg, exp_avg_sq = _expanded(form, exp_avg, signed=True), _expanded(form, exp_avg_sq, signed=False)
-        return State(master, exp_avg, exp_avg_sq)
+        return State(master, *form.expand(exp_avg, exp_avg_sq))
 
     def write(self, state: Sequence[Tensor], rows: Tensor | slice = slice(None), *, step: int = 0) -> None:
         """Store fp32 master and moments as ``rows``, each one time.
@@ -148,14 +176,7 @@ class StateRows:
         if self.weights is not None:
             self.weights[rows] = master.to(self.weights.dtype)
         self.stored.master[rows] = _rest(master) if form.split else master
-        if form.moments != "fp32":
-            random = _random_bits(exp_avg, exp_avg_sq, step)
-            if form.moments == "bf16":
-                exp_avg, exp_avg_sq = _rounded(exp_avg, random & 0xFFFF), _rounded(exp_avg_sq, random >> 16)
-            else:
-                exp_avg, exp_avg_sq = _quantized(form, exp_avg, exp_avg_sq, random)
-        self.stored.exp_avg[rows] = exp_avg
-        self.stored.exp_avg_sq[rows] = exp_avg_sq
+        self.stored.exp_avg[rows], self.stored.exp_avg_sq[rows] = form.compress(exp_avg, exp_avg_sq, step=step)
 
     def write_master(self, master: Tensor) -> None:
         """Store fp32 masters of all rows, and leave the moments."""
@@ -269,4 +290,5 @@ def _expanded(form: StateForm, rows: Tensor, *, signed: bool) -> Tensor:
         magnitude < 1 << mantissa, _floats(bits + ((127 - 14) << 23)) - 2.0**-14, _floats(bits + ((127 - 15) << 23))
     )
     values = relative * torch.where(scale == _LOST, torch.nan, _floats(scale << 23))
-    return _out_of_blocks(form, torch.where(code > magnitude, -values, values))
+    # Contiguous: fused updates run over memory, not over elements.
+    return _out_of_blocks(form, torch.where(code > magnitude, -values, values)).contiguous()
