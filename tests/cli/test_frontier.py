@@ -107,7 +107,7 @@ def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.C
 def test_host_memory_decides_what_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(model_catalog, "MODELS", {"qwen3-4b": model_catalog.MODELS["qwen3-4b"]})
     given = [*MODELS, "--recompute", "--policy", "zero_offload"]
-    (little,), (enough,) = (answer([*given, "--host-memory", size], capsys)["models"] for size in ("48GB", "96GB"))
+    (little,), (enough,) = (answer([*given, "--host-memory", size], capsys)["models"] for size in ("24GB", "96GB"))
     assert (little["best"], list(little["shortages"])) == (None, ["host"])
     assert enough["best"]["fits"]
 

@@ -14,7 +14,7 @@ from tests.support.machines import layers, machine, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.prediction.auto_policy import WORTH_IT
-from zenflow_compile.prediction.forecast import Forecast
+from zenflow_compile.prediction.forecast import Forecast, forecast
 from zenflow_compile.prediction.frontier import Fit, Frontier, fit, frontier
 from zenflow_compile.prediction.scenario import Scenario
 from zenflow_compile.prediction.search import (
@@ -32,7 +32,8 @@ MEMORIES = (device_first, host_first)
 # A host with a fifth of the rate that a step without a stall needs.
 SLOW = machine(adam_per_core=0.2e6, device_bandwidth=1e9, host_bandwidth=1e9)
 TIGHT = replace(SLOW, device_bytes=80e6, host_bytes=110e6)  # too little memory for all state on one side
-UNSEARCHED = ("ratio", "update_stride", "topk_ratio", "gradient_compression", "host_window_bytes")
+FEWER_BYTES = ("state_dtype", "split_master", "shared_buffers")
+UNSEARCHED = ("ratio", "update_stride", "topk_ratio", "gradient_compression", "host_window_bytes", *FEWER_BYTES)
 
 
 def asked(hardware: Hardware = SLOW, policy: str = "auto", count: int = 8, **options: Any) -> Scenario:
@@ -48,7 +49,7 @@ def whole(*, tight: bool = False) -> Frontier:
 def only_residents(hardware: Hardware | None = None) -> Frontier:
     """Eight layers of which only the number of resident ones is searched."""
     given = {"topk_ratio": 0.0, "device_share": 0.0, "update_interval": 1, "offload_weights": False}
-    fixed = (*given, "gradient_compression", "update_stride", "offload_device")
+    fixed = (*given, "gradient_compression", "update_stride", "offload_device", *FEWER_BYTES)
     return frontier(asked(hardware or machine(), "zenflow", **given), fixed)
 
 
@@ -163,9 +164,9 @@ def test_exact_plans_give_adamw() -> None:
 
 
 def test_fit_is_the_fastest_plan() -> None:
-    best = fit(asked(TIGHT)).best
+    best = fit(asked(TIGHT), FEWER_BYTES).best
     assert best is not None
-    fastest = whole(tight=True).fastest
+    fastest = frontier(asked(TIGHT), FEWER_BYTES).fastest
     assert fastest is not None
     assert best.step_s <= fastest.step_s * (1 + WORTH_IT)
 
@@ -179,6 +180,30 @@ def test_fit_names_what_is_missing() -> None:
     none = frontier(asked(replace(SLOW, device_bytes=least.device_bytes - 10)))
     assert (none.fastest, none.points) == (None, [])
     assert none.as_dict()["shortages"] == {"device": 10}
+
+
+def test_fewer_bytes_fit_where_fp32_does_not() -> None:
+    """On a host with memory for half of the state in fp32."""
+    small = replace(SLOW, host_bytes=80e6)
+    assert fit(asked(small, "zero_offload"), FEWER_BYTES).best is None
+    best = fit(asked(small, "zero_offload")).best
+    assert best is not None
+    assert best.options["state_dtype"] in ("bf16", "fp8")
+    assert "with rounded moments" in best.departures
+    assert best.host_bytes <= 80e6
+
+
+def test_converting_takes_time_on_a_few_fast_cores() -> None:
+    """Moments in fewer bytes make an update faster where memory is slow, and slower where a core has much of it."""
+    fast = machine(adam_per_core=2e9, device_bandwidth=1e15, host_bandwidth=1e15, cores=1)
+    slow = machine(adam_per_core=2e9, device_bandwidth=1e15, host_bandwidth=1e9, cores=1)
+
+    def update_s(hardware: Hardware, dtype: str) -> float:
+        options = Options(policy="zero_offload", state_dtype=dtype)
+        return forecast(options, scenario(options, hardware, layers(8), policy="zero_offload")).host_update_s
+
+    assert update_s(fast, "fp32") < update_s(fast, "bf16") < update_s(fast, "fp8")
+    assert update_s(slow, "fp32") > update_s(slow, "bf16") > update_s(slow, "fp8")
 
 
 def test_options_that_exclude_each_other() -> None:

@@ -1,19 +1,21 @@
 // Optimizer state in fewer bytes, as runtime/state_forms.py describes it: conversion from and to fp32.
 //
-// Loops over elements have no branches on values, so that compilers vectorize them; those of 8-bit moments are written
-// with vectors, since GCC 12 converts vectors of bytes element by element. Results depend on the values alone, not on
-// where they are, how ranges are cut, or the width of vectors.
+// Whole blocks are converted in registers, in the loop of the update: integer units convert while the divider works. Parts
+// of a block go through memory. Results depend on the values alone, not on where they are, how ranges are cut, or the
+// width of vectors.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "vectors.h"
 
 namespace zenflow {
 
 constexpr int kQuantizationBlock = 32;  // QUANTIZATION_BLOCK in planning/plan.py
-constexpr int kTile = 512;              // most elements that are converted at a time: they stay in the L1 cache
+constexpr int kBlockVectors = kQuantizationBlock / kLanes;
+constexpr int kTile = 512;  // most elements that are converted in memory at a time: they stay in the L1 cache
 
 // The state of one parameter. Python fills it: see StoredState in native/library.py.
 struct StoredState {
@@ -55,46 +57,33 @@ inline Bits random_bits(Bits exp_avg, Bits exp_avg_sq, uint32_t step) {
 
 // ---- split masters
 
-inline uint16_t nearest_bfloat16(float value) {
-  const uint32_t bits = bits_as<uint32_t>(value);
-  const uint32_t rounded = (bits + (((bits >> 16) & 1) + 0x7fff)) >> 16;
-  return (uint16_t)(value != value ? 0x7fc0u : rounded);
+inline Floats join(const uint16_t* weights, const int16_t* rest) {
+  const Words high = __builtin_convertvector(loaded<Halves>(weights), Words) << 16;
+  return (Floats)(high + (Words)__builtin_convertvector(loaded<SignedHalves>(rest), Ints));
 }
 
-inline void join(const uint16_t* __restrict weights, const int16_t* __restrict rest, float* __restrict to, int count) {
-  for (int i = 0; i < count; ++i) {
-    to[i] = bits_as<float>(((uint32_t)weights[i] << 16) + (uint32_t)(int32_t)rest[i]);
-  }
-}
-
-inline void split(const float* __restrict from, int16_t* __restrict rest, int count) {
-  for (int i = 0; i < count; ++i) {
-    const uint32_t weight = (uint32_t)nearest_bfloat16(from[i]) << 16;
-    const int32_t left = (int32_t)(bits_as<uint32_t>(from[i]) - weight);
-    const int32_t fits = left > 32767 ? 32767 : left;  // a tie that was rounded down: one fp32 ulp lower
-    rest[i] = (int16_t)(from[i] != from[i] ? 0 : fits);
-  }
+// Stores what the cast of `BFloat16` takes away.
+inline void split(Floats master, int16_t* rest) {
+  const Words weight = nearest_bfloat16(master) << 16;
+  const Ints left = (Ints)((Words)master - weight);
+  const Ints fits = left > 32767 ? 32767 : left;  // a tie that was rounded down: one fp32 ulp lower
+  const SignedHalves halves = __builtin_convertvector(master != master ? 0 : fits, SignedHalves);
+  std::memcpy(rest, &halves, sizeof halves);
 }
 
 // ---- moments in bf16
 
-inline void widen(const uint16_t* __restrict from, float* __restrict to, int count) {
-  for (int i = 0; i < count; ++i) to[i] = bits_as<float>((uint32_t)from[i] << 16);
+inline void store_rounded(uint16_t* to, Floats values, Words half) {
+  // Infinite numbers stay so: the bits that are cut off are zeros.
+  const Words rounded = values != values ? 0x7fc0u : ((Words)values + half) >> 16;
+  const Halves halves = __builtin_convertvector(rounded, Halves);
+  std::memcpy(to, &halves, sizeof halves);
 }
 
-inline uint16_t rounded_bfloat16(float value, uint32_t half) {
-  const uint32_t bits = bits_as<uint32_t>(value);
-  const uint32_t up = (bits & 0x7f800000u) == 0x7f800000u ? 0 : half;  // infinite, or NaN
-  return (uint16_t)(value != value ? 0x7fc0u : (bits + up) >> 16);
-}
-
-inline void narrow(const float* __restrict exp_avg, const float* __restrict exp_avg_sq, uint16_t* __restrict to,
-                   uint16_t* __restrict to_sq, int count, uint32_t step) {
-  for (int i = 0; i < count; ++i) {
-    const uint32_t random = random_bits(bits_as<uint32_t>(exp_avg[i]), bits_as<uint32_t>(exp_avg_sq[i]), step);
-    to[i] = rounded_bfloat16(exp_avg[i], random & 0xffff);
-    to_sq[i] = rounded_bfloat16(exp_avg_sq[i], random >> 16);
-  }
+inline void narrow(Floats exp_avg, Floats exp_avg_sq, uint16_t* to, uint16_t* to_sq, uint32_t step) {
+  const Words random = random_bits((Words)exp_avg, (Words)exp_avg_sq, step);
+  store_rounded(to, exp_avg, random & 0xffff);
+  store_rounded(to_sq, exp_avg_sq, random >> 16);
 }
 
 // ---- moments in 8 bits
@@ -131,64 +120,65 @@ inline void store_bytes(uint8_t* to, Words values) {
 // Of numbers in [0, 1], rounded up if the bits of `random` below a code's last one carry.
 template <int mantissa>
 inline Words code_of(Floats value, Words random) {
-  const Words bits = (Words)value;
-  // Below the smallest normal number, the sum has the number in its last bits.
-  const Words subnormal = (Words)(value + bits_as<float>(kSmallestNormal)) - kSmallestNormal;
-  return ((bits < kSmallestNormal ? subnormal : bits - kExponents) + random) >> (23 - mantissa);
+  // Below the smallest normal number, the sum has the number in its last bits, and is the larger one of the two.
+  const Ints subnormal = (Ints)(value + bits_as<float>(kSmallestNormal)) - (int32_t)kSmallestNormal;
+  const Ints normal = (Ints)value - (int32_t)kExponents;
+  return ((Words)(normal > subnormal ? normal : subnormal) + random) >> (23 - mantissa);
 }
 
 template <int mantissa>
 inline Floats value_of(Words code) {
   const Words bits = code << (23 - mantissa);
+  const Floats normal = (Floats)(bits + kExponents);
+  // The smaller one of the two below the smallest normal number.
   const Floats subnormal = (Floats)(bits + kSmallestNormal) - bits_as<float>(kSmallestNormal);
-  return code < (1u << mantissa) ? subnormal : (Floats)(bits + kExponents);
+  return subnormal < normal ? subnormal : normal;
 }
 
 // The scale of a block, as the exponent bits of a power of two that is not below any magnitude; 0 if all are too small for
 // one, kLost if one is too large or not finite: then all of the block is lost, and not one element.
 constexpr uint32_t kLost = 255;
 
-inline uint8_t scale_of(const float* values) {
+inline uint8_t scale_of(const Floats* values) {
   Words most{};  // bits of floats without a sign are in the order of the floats
-  for (int i = 0; i < kQuantizationBlock; i += kLanes) {
-    const Words magnitude = (Words)Float32::load(values + i) & 0x7fffffffu;
+  for (int i = 0; i < kBlockVectors; ++i) {
+    const Words magnitude = (Words)values[i] & 0x7fffffffu;
     most = magnitude > most ? magnitude : most;
   }
-  uint32_t largest = 0;
-  for (int lane = 0; lane < kLanes; ++lane) largest = most[lane] > largest ? most[lane] : largest;
-  const uint32_t exponent = (largest + 0x7fffffu) >> 23;
-  return (uint8_t)(largest < 0x00800000u ? 0 : exponent >= 254 ? kLost : exponent);
+  const uint32_t bits = largest(most), exponent = (bits + 0x7fffffu) >> 23;
+  return (uint8_t)(bits < 0x00800000u ? 0 : exponent >= 254 ? kLost : exponent);
 }
 
 inline float power(uint32_t scale) { return scale == kLost ? __builtin_nanf("") : bits_as<float>(scale << 23); }
 inline float inverse(uint32_t scale) { return scale == 0 || scale == kLost ? 0.0f : bits_as<float>((254 - scale) << 23); }
 
 // Stores the scales and the codes of one quantization block.
-inline void quantize(const float* exp_avg, const float* exp_avg_sq, uint8_t* scales[2], uint8_t* codes[2], uint32_t step) {
+inline void quantize(const Floats* exp_avg, const Floats* exp_avg_sq, uint8_t* const scales[2], uint8_t* const codes[2],
+                     uint32_t step) {
   const uint32_t scale = *scales[0] = scale_of(exp_avg), scale_sq = *scales[1] = scale_of(exp_avg_sq);
   const float by = inverse(scale), by_sq = inverse(scale_sq);
   const uint32_t any = scale == kLost ? 0 : ~0u, any_sq = scale_sq == kLost ? 0 : ~0u;  // else all codes are 0
-  for (int i = 0; i < kQuantizationBlock; i += kLanes) {
-    const Words moment = (Words)Float32::load(exp_avg + i), moment_sq = (Words)Float32::load(exp_avg_sq + i);
+  for (int i = 0; i < kBlockVectors; ++i) {
+    const Words moment = (Words)exp_avg[i], moment_sq = (Words)exp_avg_sq[i];
     const Words random = random_bits(moment, moment_sq, step);
     const Words code = code_of<kMantissa>((Floats)(moment & (any & 0x7fffffffu)) * by, random & 0xfffffu);
-    store_bytes(codes[0] + i, code | ((moment & any) >> 31 << 7));
+    store_bytes(codes[0] + i * kLanes, code | ((moment & any) >> 31 << 7));
     const Floats value_sq = (Floats)(moment_sq & any_sq) * by_sq;
     const Words code_sq = code_of<kMantissaSquare>(value_sq, random >> 13);
     // Hazard: a second moment of 0 divides the first one by eps alone.
     const Words lost = (Words)(code_sq == 0) & (Words)(value_sq > 0.0f);
-    store_bytes(codes[1] + i, code_sq | (lost & 1));
+    store_bytes(codes[1] + i * kLanes, code_sq | (lost & 1));
   }
 }
 
 // Loads one quantization block.
-inline void expand(uint8_t* const scales[2], uint8_t* const codes[2], float* exp_avg, float* exp_avg_sq) {
+inline void expand(uint8_t* const scales[2], uint8_t* const codes[2], Floats* exp_avg, Floats* exp_avg_sq) {
   const float by = power(*scales[0]), by_sq = power(*scales[1]);
-  for (int i = 0; i < kQuantizationBlock; i += kLanes) {
-    const Words code = load_bytes(codes[0] + i);
+  for (int i = 0; i < kBlockVectors; ++i) {
+    const Words code = load_bytes(codes[0] + i * kLanes);
     const Words magnitude = (Words)(value_of<kMantissa>(code & 0x7f) * by);
-    Float32::store(exp_avg + i, (Floats)(magnitude | (code >> 7 << 31)));
-    Float32::store(exp_avg_sq + i, value_of<kMantissaSquare>(load_bytes(codes[1] + i)) * by_sq);
+    exp_avg[i] = (Floats)(magnitude | (code >> 7 << 31));
+    exp_avg_sq[i] = value_of<kMantissaSquare>(load_bytes(codes[1] + i * kLanes)) * by_sq;
   }
 }
 
@@ -222,6 +212,7 @@ struct Block {
   uint8_t* scales[2];
   uint8_t* codes[2];
 
+  Block() = default;
   Block(const StoredState& state, int64_t at) {
     const BlockPlace place = place_of(state, at);
     uint8_t* const moments[] = {(uint8_t*)state.exp_avg, (uint8_t*)state.exp_avg_sq};
@@ -233,48 +224,57 @@ struct Block {
   }
 };
 
+// ---- parts of blocks, through memory
+
+// Calls `convert(at, count)` for consecutive parts of `count` elements of at most `most`.
+template <class Convert>
+inline void in_parts(int count, int most, Convert convert) {
+  for (int at = 0; at < count; at += most) convert(at, count - at < most ? count - at : most);
+}
+
 inline void decode_moments(const StoredState& state, int64_t at, int count, float* exp_avg, float* exp_avg_sq) {
   if (state.moments == kBFloat16) {
-    widen((const uint16_t*)state.exp_avg + at, exp_avg, count);
-    widen((const uint16_t*)state.exp_avg_sq + at, exp_avg_sq, count);
-    return;
+    const auto *from = (const uint16_t*)state.exp_avg + at, *from_sq = (const uint16_t*)state.exp_avg_sq + at;
+    return in_parts(count, kLanes, [&](int i, int n) {
+      store_some<Float32>(exp_avg + i, load_some<BFloat16>(from + i, n), n);
+      store_some<Float32>(exp_avg_sq + i, load_some<BFloat16>(from_sq + i, n), n);
+    });
   }
   Block block(state, at);
-  int i = 0;
-  for (; i + kQuantizationBlock <= count; i += kQuantizationBlock, block.next()) {
-    expand(block.scales, block.codes, exp_avg + i, exp_avg_sq + i);
-  }
-  if (const int rest = count - i) {  // the last block of a slice
+  in_parts(count, kQuantizationBlock, [&](int i, int n) {
     uint8_t codes[2][kQuantizationBlock] = {};
-    for (int j = 0; j < 2; ++j) std::memcpy(codes[j], block.codes[j], rest);
+    for (int j = 0; j < 2; ++j) std::memcpy(codes[j], block.codes[j], n);
     uint8_t* const padded[] = {codes[0], codes[1]};
-    float values[2][kQuantizationBlock];
+    Floats values[2][kBlockVectors];
     expand(block.scales, padded, values[0], values[1]);
-    std::memcpy(exp_avg + i, values[0], sizeof(float) * rest);
-    std::memcpy(exp_avg_sq + i, values[1], sizeof(float) * rest);
-  }
+    std::memcpy(exp_avg + i, values[0], sizeof(float) * n);
+    std::memcpy(exp_avg_sq + i, values[1], sizeof(float) * n);
+    block.next();
+  });
 }
 
 inline void encode_moments(const StoredState& state, int64_t at, int count, const float* exp_avg, const float* exp_avg_sq,
                            uint32_t step) {
   if (state.moments == kBFloat16) {
-    narrow(exp_avg, exp_avg_sq, (uint16_t*)state.exp_avg + at, (uint16_t*)state.exp_avg_sq + at, count, step);
-    return;
+    auto *to = (uint16_t*)state.exp_avg + at, *to_sq = (uint16_t*)state.exp_avg_sq + at;
+    return in_parts(count, kLanes, [&](int i, int n) {
+      uint16_t rounded[2][kLanes];
+      narrow(load_some<Float32>(exp_avg + i, n), load_some<Float32>(exp_avg_sq + i, n), rounded[0], rounded[1], step);
+      std::memcpy(to + i, rounded[0], sizeof *to * n);
+      std::memcpy(to_sq + i, rounded[1], sizeof *to * n);
+    });
   }
   Block block(state, at);
-  int i = 0;
-  for (; i + kQuantizationBlock <= count; i += kQuantizationBlock, block.next()) {
-    quantize(exp_avg + i, exp_avg_sq + i, block.scales, block.codes, step);
-  }
-  if (const int rest = count - i) {  // the last block of a slice
-    float values[2][kQuantizationBlock] = {};
-    std::memcpy(values[0], exp_avg + i, sizeof(float) * rest);
-    std::memcpy(values[1], exp_avg_sq + i, sizeof(float) * rest);
+  in_parts(count, kQuantizationBlock, [&](int i, int n) {
+    Floats values[2][kBlockVectors] = {};
+    std::memcpy(values[0], exp_avg + i, sizeof(float) * n);
+    std::memcpy(values[1], exp_avg_sq + i, sizeof(float) * n);
     uint8_t codes[2][kQuantizationBlock];
-    uint8_t* padded[] = {codes[0], codes[1]};
+    uint8_t* const padded[] = {codes[0], codes[1]};
     quantize(values[0], values[1], block.scales, padded, step);
-    for (int j = 0; j < 2; ++j) std::memcpy(block.codes[j], codes[j], rest);
-  }
+    for (int j = 0; j < 2; ++j) std::memcpy(block.codes[j], codes[j], n);
+    block.next();
+  });
 }
 
 // The elements of one tile in fp32: in the state where it is stored so, else in memory of its own.
@@ -287,7 +287,15 @@ class Tile {
   void load(const StoredState& state, int64_t at, int count) {
     master = memory_[0], exp_avg = memory_[1], exp_avg_sq = memory_[2];
     if (state.split) {
-      join((const uint16_t*)state.weights + at, (const int16_t*)state.master + at, master, count);
+      const auto *weights = (const uint16_t*)state.weights + at;
+      const auto *rest = (const int16_t*)state.master + at;
+      in_parts(count, kLanes, [&](int i, int n) {
+        uint16_t of_weights[kLanes] = {};
+        int16_t of_rest[kLanes] = {};
+        std::memcpy(of_weights, weights + i, sizeof *weights * n);
+        std::memcpy(of_rest, rest + i, sizeof *rest * n);
+        store_some<Float32>(master + i, join(of_weights, of_rest), n);
+      });
     } else {
       master = (float*)state.master + at;
     }
@@ -298,14 +306,82 @@ class Tile {
     }
   }
 
-  // The weights of split masters are written by others, with the rounding of `nearest_bfloat16`.
+  // The weights of split masters are written by others, with the cast of `BFloat16`.
   void store(const StoredState& state, int64_t at, int count, uint32_t step) const {
-    if (state.split) split(master, (int16_t*)state.master + at, count);
+    if (state.split) {
+      auto* const rest = (int16_t*)state.master + at;
+      in_parts(count, kLanes, [&](int i, int n) {
+        int16_t of_rest[kLanes];
+        split(load_some<Float32>(master + i, n), of_rest);
+        std::memcpy(rest + i, of_rest, sizeof *rest * n);
+      });
+    }
     if (state.moments != kFloat32) encode_moments(state, at, count, exp_avg, exp_avg_sq, step);
   }
 
  private:
   float memory_[3][kTile];
+};
+
+// ---- whole blocks, in registers
+
+// The state from element `begin` on, block after block; 8-bit moments of one slice.
+template <bool kSplit, int kMoments>
+class StoredBlocks {
+ public:
+  StoredBlocks(const StoredState& state, int64_t begin, uint32_t step)
+      : state_(state), step_(step), block_(kMoments == kInt8 ? Block(state, begin) : Block()) {}
+
+  void load(int64_t at, Floats* exp_avg, Floats* exp_avg_sq) const {
+    if constexpr (kMoments == kInt8) {
+      Block block = block_;
+      for (int i = 0; i < kVectors; i += kBlockVectors, block.next()) {
+        expand(block.scales, block.codes, exp_avg + i, exp_avg_sq + i);
+      }
+    } else {
+      using Moment = std::conditional_t<kMoments == kFloat32, Float32, BFloat16>;
+      for (int i = 0; i < kVectors; ++i) {
+        exp_avg[i] = Moment::load((const typename Moment::Element*)state_.exp_avg + at + i * kLanes);
+        exp_avg_sq[i] = Moment::load((const typename Moment::Element*)state_.exp_avg_sq + at + i * kLanes);
+      }
+    }
+  }
+
+  void store(int64_t at, const Floats* exp_avg, const Floats* exp_avg_sq) {
+    if constexpr (kMoments == kInt8) {
+      for (int i = 0; i < kVectors; i += kBlockVectors, block_.next()) {
+        quantize(exp_avg + i, exp_avg_sq + i, block_.scales, block_.codes, step_);
+      }
+    } else {
+      for (int i = 0; i < kVectors; ++i) {
+        const int64_t here = at + i * kLanes;
+        if constexpr (kMoments == kBFloat16) {
+          narrow(exp_avg[i], exp_avg_sq[i], (uint16_t*)state_.exp_avg + here, (uint16_t*)state_.exp_avg_sq + here, step_);
+        } else {
+          Float32::store((float*)state_.exp_avg + here, exp_avg[i]);
+          Float32::store((float*)state_.exp_avg_sq + here, exp_avg_sq[i]);
+        }
+      }
+    }
+  }
+
+  Floats master(int64_t at) const {
+    if constexpr (kSplit) return join((const uint16_t*)state_.weights + at, (const int16_t*)state_.master + at);
+    return Float32::load((const float*)state_.master + at);
+  }
+
+  void store_master(int64_t at, Floats master) {
+    if constexpr (kSplit) {
+      split(master, (int16_t*)state_.master + at);
+    } else {
+      Float32::store((float*)state_.master + at, master);
+    }
+  }
+
+ private:
+  const StoredState& state_;
+  const uint32_t step_;
+  Block block_;
 };
 
 }  // namespace zenflow

@@ -85,22 +85,35 @@ struct Compressed {
 
 // fp32 state from element `origin` on.
 struct PlainState {
-  float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  float* master_;
+  float* exp_avg_;
+  float* exp_avg_sq_;
   int64_t origin;
+
+  void load(int64_t at, Floats* exp_avg, Floats* exp_avg_sq) const {
+    for (int i = 0; i < kVectors; ++i) {
+      exp_avg[i] = Float32::load(exp_avg_ + at - origin + i * kLanes);
+      exp_avg_sq[i] = Float32::load(exp_avg_sq_ + at - origin + i * kLanes);
+    }
+  }
+  void store(int64_t at, const Floats* exp_avg, const Floats* exp_avg_sq) {
+    for (int i = 0; i < kVectors; ++i) {
+      Float32::store(exp_avg_ + at - origin + i * kLanes, exp_avg[i]);
+      Float32::store(exp_avg_sq_ + at - origin + i * kLanes, exp_avg_sq[i]);
+    }
+  }
+  Floats master(int64_t at) const { return Float32::load(master_ + at - origin); }
+  void store_master(int64_t at, Floats master) { Float32::store(master_ + at - origin, master); }
 };
 
-template <class Out, class Gradients>
-void update(const UpdateWindow& window, const PlainState& state, const Gradients& gradients, int64_t begin, int64_t end) {
+// Updates whole blocks. Returns the first element behind them.
+template <class Out, class State, class Gradients>
+int64_t update_blocks(const UpdateWindow& window, State state, const Gradients& gradients, int64_t begin, int64_t end) {
   auto* const out = (typename Out::Element*)window.out;
   int64_t at = begin;
   for (; at + kBlock <= end; at += kBlock) {
     Floats exp_avg[kVectors], exp_avg_sq[kVectors];
-    for (int i = 0; i < kVectors; ++i) {
-      exp_avg[i] = Float32::load(state.exp_avg + at - state.origin + i * kLanes);
-      exp_avg_sq[i] = Float32::load(state.exp_avg_sq + at - state.origin + i * kLanes);
-    }
+    state.load(at, exp_avg, exp_avg_sq);
     for (int64_t number = 0; number < window.count; ++number) {
       const Step step = window.steps[number];
       for (int i = 0; i < kVectors; ++i) {
@@ -108,28 +121,62 @@ void update(const UpdateWindow& window, const PlainState& state, const Gradients
       }
     }
     for (int i = 0; i < kVectors; ++i) {
-      const int64_t here = at + i * kLanes, in_state = here - state.origin;
-      const Floats master = new_master(window, Float32::load(state.master + in_state), exp_avg[i], exp_avg_sq[i]);
-      Float32::store(state.exp_avg + in_state, exp_avg[i]);
-      Float32::store(state.exp_avg_sq + in_state, exp_avg_sq[i]);
-      Float32::store(state.master + in_state, master);
+      const int64_t here = at + i * kLanes;
+      // Hazard: the new weights may overwrite those that a split master is made of. It is read first.
+      const Floats master = new_master(window, state.master(here), exp_avg[i], exp_avg_sq[i]);
+      state.store_master(here, master);
       Out::store(out + here, master);
     }
+    state.store(at, exp_avg, exp_avg_sq);
   }
-  for (; at < end; at += kLanes) {
+  return at;
+}
+
+template <class Out, class Gradients>
+void update(const UpdateWindow& window, const PlainState& state, const Gradients& gradients, int64_t begin, int64_t end) {
+  auto* const out = (typename Out::Element*)window.out;
+  for (int64_t at = update_blocks<Out>(window, state, gradients, begin, end); at < end; at += kLanes) {
     const int count = end - at < kLanes ? (int)(end - at) : kLanes;
     const int64_t in_state = at - state.origin;
-    Floats exp_avg = load_some<Float32>(state.exp_avg + in_state, count);
-    Floats exp_avg_sq = load_some<Float32>(state.exp_avg_sq + in_state, count);
+    Floats exp_avg = load_some<Float32>(state.exp_avg_ + in_state, count);
+    Floats exp_avg_sq = load_some<Float32>(state.exp_avg_sq_ + in_state, count);
     for (int64_t number = 0; number < window.count; ++number) {
       add_gradient(window.steps[number], gradients.load_some(number, at, count), exp_avg, exp_avg_sq);
     }
-    const Floats master = new_master(window, load_some<Float32>(state.master + in_state, count), exp_avg, exp_avg_sq);
-    store_some<Float32>(state.exp_avg + in_state, exp_avg, count);
-    store_some<Float32>(state.exp_avg_sq + in_state, exp_avg_sq, count);
-    store_some<Float32>(state.master + in_state, master, count);
+    const Floats master = new_master(window, load_some<Float32>(state.master_ + in_state, count), exp_avg, exp_avg_sq);
+    store_some<Float32>(state.exp_avg_ + in_state, exp_avg, count);
+    store_some<Float32>(state.exp_avg_sq_ + in_state, exp_avg_sq, count);
+    store_some<Float32>(state.master_ + in_state, master, count);
     store_some<Out>(out + at, master, count);
   }
+}
+
+// Whole blocks of state in fewer bytes; [begin, end) is in one slice, if moments or gradients have 8 bits. Returns the
+// first element behind them.
+template <class Out, bool kSplit, int kMoments>
+int64_t update_stored(const UpdateWindow& window, int64_t begin, int64_t end) {
+  StoredBlocks<kSplit, kMoments> state(window.state, begin, window.random);
+  if (window.gradient_dtype == kInt8) {
+    return update_blocks<Out>(window, state, Compressed{window, begin / window.state.length}, begin, end);
+  }
+  return update_blocks<Out>(window, state, Dense<Out>{window}, begin, end);
+}
+
+template <class Out>
+int64_t update_stored(const UpdateWindow& window, int64_t begin, int64_t end) {
+  const StoredState& state = window.state;
+  if (!state.split) {
+    return state.moments == kInt8 ? update_stored<Out, false, kInt8>(window, begin, end)
+                                  : update_stored<Out, false, kBFloat16>(window, begin, end);
+  }
+  if constexpr (std::is_same_v<Out, BFloat16>) {
+    switch (state.moments) {
+      case kInt8: return update_stored<Out, true, kInt8>(window, begin, end);
+      case kBFloat16: return update_stored<Out, true, kBFloat16>(window, begin, end);
+      default: return update_stored<Out, true, kFloat32>(window, begin, end);
+    }
+  }
+  return begin;
 }
 
 template <class Out>

@@ -20,13 +20,15 @@
 namespace zenflow {
 
 constexpr int kLanes = ZENFLOW_LANES;
-constexpr int kVectors = 4;  // per block: its moments stay in registers while all gradients are applied
+// Per block: its moments stay in registers while all gradients are applied. It is whole quantization blocks.
+constexpr int kVectors = kLanes > 4 ? 4 : 8;
 constexpr int kBlock = kVectors * kLanes;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef int16_t SignedHalves __attribute__((vector_size(2 * kLanes)));
 typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
@@ -46,17 +48,21 @@ struct Float32 {
   static void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 };
 
+// The bits of bf16 numbers, in the lower halves.
+inline Words nearest_bfloat16(Floats values) {
+  const Words bits = (Words)values;
+  const Words nearest_even = (bits + (((bits >> 16) & 1) + 0x7fff)) >> 16;
+  const Ints is_nan = values != values;
+  return ((Words)is_nan & 0x7fc0) | (~(Words)is_nan & nearest_even);
+}
+
 struct BFloat16 {
   using Element = uint16_t;
   static Floats load(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(loaded<Halves>(from), Words) << 16);
   }
   static void store(uint16_t* to, Floats values) {
-    const Words bits = (Words)values;
-    const Words nearest_even = (bits + (((bits >> 16) & 1) + 0x7fff)) >> 16;
-    const Ints is_nan = values != values;
-    const Words rounded = ((Words)is_nan & 0x7fc0) | (~(Words)is_nan & nearest_even);
-    const Halves halves = __builtin_convertvector(rounded, Halves);
+    const Halves halves = __builtin_convertvector(nearest_bfloat16(values), Halves);
     std::memcpy(to, &halves, sizeof halves);
   }
 };
@@ -112,6 +118,16 @@ inline void store_some(typename Dtype::Element* to, Floats values, int count) {
   typename Dtype::Element padded[kLanes];
   Dtype::store(padded, values);
   std::memcpy(to, padded, count * sizeof *to);
+}
+
+inline uint32_t largest(Words values) {
+#if ZENFLOW_LANES == 16
+  return _mm512_reduce_max_epu32((__m512i)values);
+#else
+  uint32_t most = 0;
+  for (int lane = 0; lane < kLanes; ++lane) most = values[lane] > most ? values[lane] : most;
+  return most;
+#endif
 }
 
 // Casts fp32 elements, with the rounding of the output of `update`.

@@ -19,6 +19,10 @@ HOST_PASS_BYTES = 28
 """Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
 gradient read, bf16 weights written."""
 
+CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 0.71e9, "fp8": 0.58e9}
+"""Parameters/s that one core updates at most, by how moments are stored: converting takes longer than memory where a
+core has much of it. Measured on one AVX-512 core (benchmarks/results/host_adam.json, bf16, 1 gradient)."""
+
 DEVICE_UPDATE_BYTES = 28
 """Device memory per parameter of AdamW: moments and master (fp32 weights are their own) read and written, 24 bytes;
 gradient read, weights of the model's dtype written. With fp32 weights moments 16, weights 8, gradient 4: as many."""
@@ -36,6 +40,7 @@ class FlushedWindow:
 
     Attributes:
         host: bytes of host memory that the host update reads and writes.
+        converting: seconds that one core needs to convert the state, if memory took no time.
         upload: bytes of new weights for the device, without those that the next loads read.
         file: bytes of state that are read from files, and written back; what stays in host memory is not counted.
         params: names of the parameters.
@@ -45,6 +50,7 @@ class FlushedWindow:
     upload: int
     file: int
     params: tuple[str, ...]
+    converting: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +384,7 @@ def _flushed(
         upload=sum(plan.sent_bytes(param) // devices for param in flushing),
         file=sum(param.file_bytes // devices for param in flushing if param.index in in_turn),
         params=tuple(param.name for param in flushing),
+        converting=sum(param.deferred_numel / devices / CONVERTED_PER_CORE[param.moments] for param in flushing),
     )
 
 

@@ -57,12 +57,15 @@ def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimensi
         tuple({"ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)),
         ({"update_stride": None}, {"update_stride": "auto"}),
         ({"offload_weights": False}, *({"offload_weights": share} for share in (0.5, 1.0))),
+        ({"shared_buffers": False}, {"shared_buffers": True}),
+        ({"split_master": False}, {"split_master": True}),
         tuple({"topk_ratio": ratio} for ratio in (0.1, 0.05, 0.02)),
         tuple(
             {"update_interval": steps} for steps in (1, 2, 4)
         ),  # longer ones cost too much loss (docs/convergence.md)
         ({"gradient_compression": None}, {"gradient_compression": "int8"}),
         ({"accumulate_on_device": False}, {"accumulate_on_device": True}),
+        tuple({"state_dtype": dtype} for dtype in ("fp32", "bf16", "fp8")),
         ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _state_shares(scenario))),
     )
     fixed = {name: getattr(scenario.options, name) for name in given}
@@ -131,7 +134,7 @@ class Search:
         self.scenario = scenario
         self.exact = exact
         self.dimensions = dimensions(scenario, given)
-        self._candidates: dict[str, Candidate] = {}
+        self._candidates: dict[str, Candidate | None] = {}
         self._found: dict[str, tuple[Choice, Forecast]] = {}
 
     @property
@@ -165,10 +168,15 @@ class Search:
             return None
         key = _key(options)
         if key not in self._candidates:
-            needed = needs(options, self.scenario)
-            missing = sum(needed.shortages(self.scenario.hardware).values())
-            self._candidates[key] = Candidate(options, needed, missing)
+            self._candidates[key] = self._needed(options)
         return self._candidates[key]
+
+    def _needed(self, options: Options) -> Candidate | None:
+        try:
+            needed = needs(options, self.scenario)
+        except ValueError:  # the model cannot have them, such as split masters of fp32 weights
+            return None
+        return Candidate(options, needed, sum(needed.shortages(self.scenario.hardware).values()))
 
     def simulate(self, choice: Choice) -> Forecast | None:
         """The forecast of a choice; None if it does not fit, or if a known plan with less memory has no stall."""
@@ -188,9 +196,10 @@ class Search:
         Raises:
             ValueError: no options are left to search.
         """
-        if not self._candidates:
+        found = [candidate for candidate in self._candidates.values() if candidate is not None]
+        if not found:
             raise ValueError("the given options exclude each other in every plan; leave some of them out")
-        return min(self._candidates.values(), key=lambda each: each.missing)
+        return min(found, key=lambda each: each.missing)
 
     def fastest(self) -> Forecast | None:
         """The fastest plan that fits, found by the neighbors of the fastest ones; None if none fits.

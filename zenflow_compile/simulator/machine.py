@@ -45,7 +45,7 @@ class Job:
         position: of the block in the forward.
         copies: copies of its gradients in flight.
         final: when its gradient became final; None before.
-        remaining: seconds of host update at full speed; reported: bytes of it that are in the timeline.
+        seconds: of host update at full speed; remaining: of them; reported: bytes that are in the timeline.
         turn: of its state, if that is read from a file.
         updated: the host update is done. here: the new weights are on the device, and gathered from other devices, or
             they are where the next load reads them.
@@ -58,6 +58,7 @@ class Job:
     window: FlushedWindow
     copies: int = 0
     final: float | None = None
+    seconds: float = 0.0
     remaining: float = 0.0
     reported: int = 0
     turn: Turn | None = None
@@ -240,7 +241,8 @@ class Machine:
             running.remaining = span.seconds
             heapq.heappush(self._ready, running)
         job = self._updating = heapq.heappop(self._ready)
-        span = Span(job.remaining, self.pool_rate, lambda: self._updated(job, span.begin), cores=self._workers)
+        rate = job.window.host / job.seconds if job.seconds else 0.0
+        span = Span(job.remaining, rate, lambda: self._updated(job, span.begin), cores=self._workers)
         self.clock.start(POOL, span)
 
     def _updated(self, job: Job, begin: float) -> None:
@@ -252,14 +254,15 @@ class Machine:
             self.files.changed(job.turn)
 
     def _report(self, job: Job, begin: float, remaining: float) -> None:
-        done = round(job.window.host - remaining * self.pool_rate)
+        done = round(job.window.host * (1.0 - remaining / job.seconds)) if job.seconds else job.window.host
         if self.clock.now > begin:
             size = done - job.reported
             self.rows.append(Row(POOL, "host_update", begin, self.clock.now, job.step, job.name, size))
             job.reported = done
 
     def _begin_update(self, job: Job) -> None:
-        job.remaining = job.window.host / self.pool_rate
+        job.seconds = max(job.window.host / self.pool_rate, job.window.converting / self._workers)
+        job.remaining = job.seconds
         heapq.heappush(self._ready, job)
 
     def _move(self, kind: str, turn: Turn) -> None:
