@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 import torch
@@ -35,9 +35,31 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"sample of long tests: {config.getoption('sample_of_long')}, seed {config.getoption('sample_seed')}"
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample of the tests marked ``long``. Every process of a run draws the same one."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Mark cases of matrices as ``long``, let -m and -k choose, and keep a sample of what is long.
+
+    Every process of a run draws the same cases.
+    """
+    _draw_from_matrices(config.getoption("sample_seed"), items)
+    yield
+    _draw_from_long(config, items)
+
+
+def _draw_from_matrices(seed: int, items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix") and not item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, found in cases.items():
+        (share,) = found[0].get_closest_marker("matrix").args  # type: ignore[union-attr]
+        kept = random.Random(f"{seed} {name}").sample(range(len(found)), -(-len(found) // share))
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.long)
+
+
+def _draw_from_long(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = [item for item in items if item.get_closest_marker("long")]
     count = config.getoption("sample_of_long")
     if count == "all" or len(long) <= int(count):

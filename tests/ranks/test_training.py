@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ranks.models import ALL_POLICIES, WINDOWED, as_rank, difference, in_backward_as_rank, train, uneven
+from tests.ranks.sharded import train_sharded
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 
@@ -137,6 +138,15 @@ def test_ranks_with_rounded_moments_are_equal(two_ranks: RankProcesses, options:
     assert_equal_ranks(results)
     assert difference(results[0], train({**options, **ROUNDED}, build=bf16, steps=12)) < 0.05
     assert difference(results[0], train(options, build=bf16, steps=12)) > 0.0
+
+
+@pytest.mark.parametrize("name", ["resident", "zero_offload", "zenflow"])
+def test_shards_with_rounded_moments(two_ranks: RankProcesses, name: str) -> None:
+    options = {**ALL_POLICIES[name], "state_dtype": "fp8", "min_offload_size": 41}
+    results = two_ranks.call(train_sharded, 2, options, build=bf16, steps=12)
+    assert_equal_ranks(results)
+    assert difference(results[0], two_ranks.call(train_sharded, 2, ALL_POLICIES[name], build=bf16, steps=12)[0]) > 0.0
+    assert difference(results[0], train(options, build=bf16, steps=12)) < 0.05
 
 
 @pytest.mark.parametrize(("dtype", "least", "most"), [("fp32", 0.0, 1e-6), ("bf16", 1e-5, 5e-2)])

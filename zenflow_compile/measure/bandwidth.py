@@ -26,6 +26,7 @@ from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, update_on_device
 from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.device_updates.slice_state import SliceState
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, make_host_adam
@@ -176,7 +177,7 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
     selection = Selection.of(spread, slices, device)
     gradient = torch.ones(k, length, dtype=torch.bfloat16, device=device)
     master, exp_avg, exp_avg_sq = (torch.ones(k, length, device=device) for _ in range(3))
-    state = column_ops.SliceState(matrix, 1, selection, gradient, master, exp_avg, exp_avg_sq, step=1)
+    state = SliceState(matrix, 1, selection, gradient, master, exp_avg, exp_avg_sq, step=1)
 
     def update() -> None:
         for _ in range(calls):

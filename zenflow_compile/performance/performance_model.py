@@ -67,21 +67,24 @@ def stride_of(cpu_to_gpu: float) -> int:
     return min(NEVER, 1 + round(cpu_to_gpu)) if math.isfinite(cpu_to_gpu) else NEVER
 
 
-def stride_rates(hardware: Hardware, *, weight_bytes: float = 2, window: int = 1) -> dict[str, float]:
+def stride_rates(
+    hardware: Hardware, *, weight_bytes: float = 2, window: int = 1, state_bytes: float = STATE_BYTES
+) -> dict[str, float]:
     """The arguments of ``update_stride`` for a machine, per device.
 
     The slower of its workers and its memory limits the host's update, which also casts. Its one pass over an update
     window counts as ``window`` updates, since the device would update in each of these steps; it reads as many
     gradients.
     """
-    host_bytes = 2 * STATE_BYTES + 2 * weight_bytes  # state both ways, a gradient read, a weight written
+    host_bytes = 2 * state_bytes + 2 * weight_bytes  # state both ways, a gradient read, a weight written
     cores = hardware.devices * hardware.workers * hardware.adam_per_core
     node = min(cores, hardware.host_bandwidth / host_bytes)
     updates_per_pass = window * host_bytes / (host_bytes + (window - 1) * weight_bytes)
     return {
         "cpu_update": updates_per_pass * node / hardware.devices,
         "gpu_update": hardware.device_bandwidth / DEVICE_UPDATE_BYTES,
-        "link": min(hardware.link_to_host, hardware.link_to_device) / FP32_BYTES,  # state goes both ways
+        # State goes both ways. Equation 1 counts it in fp32.
+        "link": min(hardware.link_to_host, hardware.link_to_device) / FP32_BYTES * STATE_BYTES / state_bytes,
         "cpu_downscale": math.inf,
     }
 

@@ -424,22 +424,16 @@ class ParamPlan:
         """Rows of the moments of a parameter without slices, and elements of a row."""
         return (self.shape[0], math.prod(self.shape[1:])) if len(self.shape) > 1 else (1, self.numel)
 
-    def moment_bytes(self, elements: int) -> int:
-        """Bytes of one moment of ``elements`` consecutive elements: of a slice, or of a row of ``whole_rows``."""
-        if self.moments == "fp8":
-            return elements + -(-elements // QUANTIZATION_BLOCK)
-        return elements * (2 if self.moments == "bf16" else FP32_BYTES)
-
     @property
     def deferred_state_bytes(self) -> int:
         """Bytes of the host's state of the ``deferred`` slices. Split masters are counted without their weights."""
         master = self.length * (2 if self.split_master else FP32_BYTES)
-        return self.deferred * (master + 2 * self.moment_bytes(self.length))
+        return self.deferred * (master + 2 * moment_bytes(self.moments, self.length))
 
     @property
     def selected_state_bytes(self) -> int:
         """Bytes of the device's state of the selected slices."""
-        return self.k * (self.length * FP32_BYTES + 2 * self.moment_bytes(self.length))
+        return self.k * (self.length * FP32_BYTES + 2 * moment_bytes(self.moments, self.length))
 
     @property
     def upload_bytes(self) -> int:
@@ -474,7 +468,7 @@ class ParamPlan:
         """State of all elements without slices: both moments, and an fp32 master if the weights are not fp32."""
         rows, elements = self.whole_rows
         master = 0 if self.dtype == FLOAT32 else self.numel * FP32_BYTES
-        return master + 2 * rows * self.moment_bytes(elements)
+        return master + 2 * rows * moment_bytes(self.moments, elements)
 
     @property
     def file_bytes(self) -> int:
@@ -514,6 +508,13 @@ class ParamPlan:
             per_deferred = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
             return self.selected_state_bytes + self.deferred_numel * per_deferred
         return self.whole_state_bytes
+
+
+def moment_bytes(moments: str, elements: int) -> int:
+    """Bytes of one moment of ``elements`` consecutive elements: of a slice, or of a row of ``ParamPlan.whole_rows``."""
+    if moments == "fp8":
+        return elements + -(-elements // QUANTIZATION_BLOCK)
+    return elements * (2 if moments == "bf16" else FP32_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from zenflow_compile.options.unread import unread
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape
 from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, moment_bytes
 from zenflow_compile.planning.planners import ParamSpec, stride_weight_bytes
 from zenflow_compile.prediction.forecast import Forecast, forecast, needs, node_plan
 from zenflow_compile.prediction.scenario import Scenario
@@ -41,8 +42,13 @@ def resolve_stride(options: Options, hardware: Hardware, specs: Sequence[ParamSp
         return options
     from zenflow_compile.performance import performance_model  # imports sympy, which takes a third of a second
 
-    weight_bytes = stride_weight_bytes(specs)
-    rates = performance_model.stride_rates(hardware, weight_bytes=weight_bytes, window=options.longest_window)
+    per_block = FP32_BYTES * QUANTIZATION_BLOCK + 2 * moment_bytes(options.state_dtype, QUANTIZATION_BLOCK)
+    rates = performance_model.stride_rates(
+        hardware,
+        weight_bytes=stride_weight_bytes(specs),
+        window=options.longest_window,
+        state_bytes=per_block / QUANTIZATION_BLOCK,
+    )
     ratio = performance_model.update_stride(**rates)
     return replace(options, update_stride=performance_model.stride_of(ratio))
 

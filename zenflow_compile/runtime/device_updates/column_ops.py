@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepC
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device_updates.selection import Selection, row_major
-from zenflow_compile.runtime.state_forms import PLAIN, StateForm
+from zenflow_compile.runtime.device_updates.slice_state import SliceState
 from zenflow_compile.torch_internals import torch_private
 
 _T = TypeVar("_T")
@@ -80,42 +80,6 @@ def merge_columns(matrix: Tensor, dim: int, selection: Selection, values: Tensor
         reference_merge_columns(matrix, dim, selection.deferred, values)
 
 
-class SliceState(NamedTuple):
-    """The selected slices of one parameter, for :func:`adam_columns_`.
-
-    Attributes:
-        matrix: [rows, columns], fp32, bf16 or fp16; only its selected slices are written, none is read. It may be
-            ``master``.
-        selection: None: all slices, in their order.
-        gradient: [k, length], contiguous, of any floating dtype; not written.
-        master: f32[k, length], contiguous, updated in place.
-        exp_avg, exp_avg_sq: rows of moments, contiguous, as ``form`` stores them; updated in place.
-        step: number of gradients in the moments, this one included.
-    """
-
-    matrix: Tensor
-    dim: int
-    selection: Selection | None
-    gradient: Tensor
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: int
-    form: StateForm = PLAIN
-
-    def pieces(self) -> list[SliceState]:
-        """Cut the state into rows whose fp32 moments, where they are temporaries, fit into a core's cache."""
-        slices, length = self.gradient.shape
-        most = max(1, _CHUNK_ELEMENTS // max(1, length))
-        if self.form.plain or slices <= most:
-            return [self]
-        parts = (torch.split(each, most) for each in (self.gradient, self.master, self.exp_avg, self.exp_avg_sq))
-        return [
-            self._replace(gradient=gradient, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-            for gradient, master, exp_avg, exp_avg_sq in zip(*parts, strict=True)
-        ]
-
-
 def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
     """Do one AdamW step on the selected slices of parameters that share coefficients, and cast it into their matrices.
 
@@ -156,9 +120,12 @@ def quantize_slices_(
 def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
     """:func:`adam_columns_` in PyTorch: one multi-tensor call for the arithmetic of a batch of parameters."""
     for batch in bounded_batches(params, [each.gradient.numel() for each in params], _CHUNK_ELEMENTS):
-        pieces = [piece for each in batch for piece in each.pieces()]
-        for part in bounded_batches(pieces, [each.gradient.numel() for each in pieces], _CHUNK_ELEMENTS):
-            _update_state(part, coefficients, eps)
+        parts = [[each for each in batch if each.form.moments == "fp32"]]
+        if cut := [piece for each in batch if each.form.moments != "fp32" for piece in each.pieces(_CHUNK_ELEMENTS)]:
+            parts += bounded_batches(cut, [each.gradient.numel() for each in cut], _CHUNK_ELEMENTS)
+        for part in parts:
+            if part:
+                _update_state(part, coefficients, eps)
         for each in batch:
             dtype = each.matrix.dtype
             master = each.master if dtype == torch.float32 else each.master.to(dtype)
@@ -176,7 +143,12 @@ def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, e
     counts = {
         step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
     }
-    moments = [each.form.expand(each.exp_avg, each.exp_avg_sq) for each in batch]
+    moments = [
+        (each.exp_avg, each.exp_avg_sq)
+        if each.form.moments == "fp32"
+        else each.form.expand(each.exp_avg, each.exp_avg_sq)
+        for each in batch
+    ]
     parts: list[tuple[Tensor, ...]] = []
     cuts: list[PaddedTail] = []
     for each, of_it, grad in zip(batch, moments, grads, strict=True):
@@ -204,11 +176,10 @@ def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, e
     for cut in cuts:
         cut.put_back(3)
     for each, of_it in zip(batch, moments, strict=True):
-        if not each.form.plain:
-            for target, stored in zip(
-                (each.exp_avg, each.exp_avg_sq), each.form.compress(*of_it, step=each.step), strict=True
-            ):
-                target.copy_(stored)
+        if each.form.moments != "fp32":
+            exp_avg, exp_avg_sq = each.form.compress(*of_it, step=each.step)
+            each.exp_avg.copy_(exp_avg)
+            each.exp_avg_sq.copy_(exp_avg_sq)
 
 
 @torch.no_grad()

@@ -36,13 +36,12 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficie
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import on_device
 from zenflow_compile.runtime.device_updates.selection import Selection, row_major
+from zenflow_compile.runtime.device_updates.slice_state import SliceState
 
 if TYPE_CHECKING:
     # Under these names mypy sees plain functions; the decorators of Triton are untyped.
     from collections.abc import Callable
     from typing import Any
-
-    from zenflow_compile.runtime.device_updates.column_ops import SliceState
 
     def _jit(function: Callable[..., None]) -> Any: ...
 

@@ -9,6 +9,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.device_updates.slice_state import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.device_state import feed_scores
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
@@ -58,7 +59,7 @@ def update_slices(members: Sequence[Member]) -> None:
     """Do one AdamW step on the selected slices of ``members``, in place; their scores take the gradients."""
     if not members:
         return
-    together: dict[tuple[StepCoefficients, float], list[column_ops.SliceState]] = {}
+    together: dict[tuple[StepCoefficients, float], list[SliceState]] = {}
     params = [member.offloaded for member in members]
     for offloaded, coefficients, eps in members:
         device, home = offloaded.device, offloaded.weights.home
@@ -72,7 +73,7 @@ def update_slices(members: Sequence[Member]) -> None:
             # The masters have the weight of these slices: what is cast goes where the gradient was.
             matrix, dim, selection = device.gradient, 0, None
         together.setdefault((coefficients, eps), []).append(
-            column_ops.SliceState(
+            SliceState(
                 matrix,
                 dim,
                 selection,
