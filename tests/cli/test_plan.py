@@ -183,6 +183,7 @@ def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkey
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("text", ["0.5", "1.0", "2GB", "1 GiB", "1.5e9B", "1800000000"])
 def test_weights_cross_once_per_micro_batch(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

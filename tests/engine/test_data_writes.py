@@ -76,6 +76,7 @@ def clipped(
     return difference.abs().max().item()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.filterwarnings("ignore:policy=:UserWarning")
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

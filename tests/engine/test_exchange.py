@@ -76,6 +76,7 @@ def rows(training: Training) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", SETTINGS)

@@ -69,6 +69,7 @@ def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeE
     return caught.value
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize(
     "options",

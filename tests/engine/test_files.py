@@ -101,6 +101,7 @@ def cache_of(training: Training) -> NvmeCache:
     return cache
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -135,6 +136,7 @@ def late_native_transfers(patch: pytest.MonkeyPatch, seed: int) -> list[ThreadTi
     return tickets
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
@@ -158,6 +160,7 @@ def test_late_file_access_leaves_weights_unchanged(
             assert len(late) > 40 if kernel == "native" else delays.calls > 40
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_resume_is_bitwise_with_and_without_files(options: dict[str, Any], files: Directories) -> None:
     expected = in_memory(options, EAGER_BACKEND, torch.bfloat16).run(0, 12).weights()
@@ -225,6 +228,7 @@ def no_space(calls: int) -> Callable[..., int]:
     return full
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", ["zero_infinity", "windows", "reselecting"])
 @pytest.mark.parametrize("calls", [0, 1, 7, None], ids=["at_once", "after_1", "after_7", "native"])
@@ -460,6 +464,7 @@ os.replace(directory + "/weights.new", directory + "/weights")
 """
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])

@@ -125,6 +125,7 @@ def assert_equal(actual: dict[str, Any], expected: dict[str, Any], step: int) ->
 ATTEMPTED = SCHEDULE.index("attempted")
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", CASES)

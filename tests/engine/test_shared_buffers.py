@@ -89,6 +89,7 @@ def test_fewer_bytes_and_the_same_bits() -> None:
 COMPILED = ("windows", "late")  # in every run; the others are compiled by the long tests
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "entry"),
     [

@@ -32,6 +32,7 @@ def check_in_graph(run: Trajectory) -> None:
     assert run.windows_flushed > 0
 
 
+@pytest.mark.matrix(3)
 @each_member()
 def test_zero_offload_is_adamw(member: Member) -> None:
     run = train(member, "eager", 20, policy="zero_offload")
@@ -40,6 +41,7 @@ def test_zero_offload_is_adamw(member: Member) -> None:
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
 
 
+@pytest.mark.matrix(3)
 @each_member()
 def test_zero_infinity_is_adamw(member: Member, tmp_path: Path) -> None:
     """With the smallest cache in host memory, the run equals the one with state in memory bit for bit."""
@@ -53,6 +55,7 @@ def test_zero_infinity_is_adamw(member: Member, tmp_path: Path) -> None:
     assert all(torch.equal(weights, in_memory.weights[name]) for name, weights in run.weights.items())
 
 
+@pytest.mark.matrix(2)
 @each_member(FEW)
 @pytest.mark.parametrize("topk_ratio", [0.0, 0.2])
 @pytest.mark.parametrize("inner", ["eager", None])
@@ -81,6 +84,7 @@ def test_eager_zero_offload_is_adamw(member: Member) -> None:
     assert largest_difference(run, plain_adamw(member, None, 20), member) < member.tolerance
 
 
+@pytest.mark.matrix(3)
 @each_member()
 def test_one_step_windows_reselecting_are_adamw(member: Member) -> None:
     run = train(member, "eager", 40, topk_ratio=0.2, **RESELECTING)
@@ -90,6 +94,7 @@ def test_one_step_windows_reselecting_are_adamw(member: Member) -> None:
     assert largest_difference(run, plain_adamw(member, "eager", 40), member) < member.tolerance
 
 
+@pytest.mark.matrix(3)
 @each_member(["mlp", "conv_batch_norm", "gpt_tied"])
 @pytest.mark.parametrize("topk_ratio", [0.0, 0.05, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("inner", ["eager", None])

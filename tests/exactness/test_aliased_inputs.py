@@ -117,6 +117,7 @@ def train(case: Callable[..., Step], inner: str | None, policy: str, in_backward
     return [*losses, *(param.detach() for param in params.values())]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["optimizer", "in_backward"])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -9,6 +9,7 @@ from tests.support.trajectories import each_member, largest_difference, train, t
 from tests.support.zoo import Member
 
 
+@pytest.mark.matrix(3)
 @each_member()
 def test_all_entries_give_the_same_trajectory(member: Member) -> None:
     in_graph = train(member, "eager", 30)
@@ -27,6 +28,7 @@ def test_all_entries_give_the_same_trajectory(member: Member) -> None:
         assert largest_difference(other, in_graph, member) < 1e-5
 
 
+@pytest.mark.matrix(3)
 @each_member(["mlp", "gpt_tied", "graph_breaks"])
 @pytest.mark.parametrize(
     "options",

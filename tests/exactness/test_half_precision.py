@@ -117,6 +117,7 @@ def unequal_share(weights: list[Tensor], others: list[Tensor]) -> float:
     return different / sum(weight.numel() for weight in weights)
 
 
+@pytest.mark.matrix(2)
 @HALF
 @pytest.mark.parametrize("case", EXACT)
 @pytest.mark.parametrize("inner", ["eager", None])

@@ -76,6 +76,7 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         assert each.peak_bytes <= 2 * each.weights.ring_bytes + each.held_bytes
 
 
+@pytest.mark.matrix(3)
 @each_member()
 def test_offloaded_weights_change_no_number(member: Member, steps: list[Seen]) -> None:
     plain = train(member, "eager", 9)
@@ -97,6 +98,7 @@ def test_inductor_reads_loaded_weights(member: Member, steps: list[Seen]) -> Non
     assert largest_difference(offloaded, plain, member) == 0.0
 
 
+@pytest.mark.matrix(2)
 @each_member(["gpt_tied", "llama"], long=["llama"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_updates_weights_on_the_host(member: Member, policy: str, steps: list[Seen]) -> None:

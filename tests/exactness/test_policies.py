@@ -41,6 +41,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 SOME = ["mlp", "gpt_tied", "unused_parameters", "experts_without_tokens"]
 
 
+@pytest.mark.matrix(2)
 @each_member(SOME)
 @pytest.mark.parametrize("case", TWINFLOW)
 def test_twinflow_is_adamw(member: Member, case: str) -> None:
@@ -49,6 +50,7 @@ def test_twinflow_is_adamw(member: Member, case: str) -> None:
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
 
 
+@pytest.mark.matrix(3)
 @each_member(SOME)
 @pytest.mark.parametrize("case", STRIDES)
 def test_deep_optimizer_states_are_adamw(member: Member, case: str) -> None:

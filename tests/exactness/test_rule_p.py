@@ -116,6 +116,7 @@ def check(runs: Runs, flushes: Sequence[int] = ()) -> None:
         assert sorted(each.device.selection.selected.tolist()) == expected
 
 
+@pytest.mark.matrix(3)
 @each_member(["gpt", "unused_parameters"])
 @pytest.mark.parametrize("case", CASES)
 def test_zenflow_follows_rule_p(member: Member, case: str) -> None:

@@ -38,6 +38,7 @@ def wrong(found: dict[Target, str]) -> dict[Target, str]:
     return {target: text for target, text in found.items() if text.startswith("WRONG")}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -95,6 +96,7 @@ def points_of(process: SimulatedProcess, trial: Trial, count: int) -> list[int]:
     return random.Random(str(trial)).sample(range(points), min(count, points))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize(("scenario", "entry", "phase"), INTERRUPTED)
 def test_some_interrupts_are_harmless(

@@ -71,6 +71,7 @@ def _cases() -> list[Any]:
     return [pytest.param(title, marks=[pytest.mark.slow] * (title in slow)) for title in RECIPES if title != SHARDED]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("title", _cases())
 def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

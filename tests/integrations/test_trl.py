@@ -220,6 +220,7 @@ def check(name: str, folder: Path, *, compiled: bool) -> None:
     assert bool(engine.graphs) == compiled
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", CASES)
 def test_trainer(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, compiled=False)

@@ -78,6 +78,7 @@ def resume(rank: int, ranks: int, options: dict[str, Any], folder: str) -> list[
 SETS = {**ALL_POLICIES, **{f"windowed {name}": options for name, options in WINDOWED.items()}}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", SETS)
 def test_resumed_shards_are_bitwise_equal(two_ranks: RankProcesses, name: str, tmp_path: Path) -> None:
     expected = two_ranks.call(save, 2, SETS[name], str(tmp_path))
@@ -106,6 +107,7 @@ def from_adamw(rank: int, folder: str) -> list[Tensor]:
     return ended(model, optimizer)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_state_of_two_ranks_loads_on_three(
     two_ranks: RankProcesses, three_ranks: RankProcesses, policy: str, tmp_path: Path
@@ -192,6 +194,7 @@ def closed_behind(optimizer: ZenFlowAdamW, found: list[Tensor]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -211,6 +211,7 @@ def scaled(
         return whole(model), scale.get_scale()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("poisoned", [None, 1])
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("policy", ALL_POLICIES)

@@ -227,6 +227,7 @@ def trained(rank: int, options: dict[str, Any] | None, name: str, steps: int) ->
     return weights
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("policy", [pytest.param("zero_offload", marks=pytest.mark.long), "zenflow"])
 @pytest.mark.parametrize("name", CASES)
 def test_case_equals_adamw(two_ranks: RankProcesses, name: str, policy: str) -> None:
