@@ -19,7 +19,7 @@ HOST_PASS_BYTES = 28
 """Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
 gradient read, bf16 weights written."""
 
-CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 0.71e9, "fp8": 0.58e9}
+CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 0.92e9, "fp8": 0.64e9}
 """Parameters/s that one core updates at most, by how moments are stored: converting takes longer than memory where a
 core has much of it. Measured on one AVX-512 core (benchmarks/results/host_adam.json, bf16, 1 gradient)."""
 

@@ -28,8 +28,11 @@ Memory = Callable[[Forecast], tuple[int, int]]
 ALIKE = 0.04
 """Difference of memory, as a share of the frontier's largest, below which a plan is not shown next to another one."""
 
-NEAR = 1.25
+NEAR = 1.1
 """The fastest plan is searched from those whose step takes at most so many times as long as the fastest known one."""
+
+PATIENCE = 8
+"""So many plans in a row whose neighbors are not faster than the fastest known one end its search."""
 
 _PLACES: Dimension = (
     {"policy": "resident"},
@@ -57,15 +60,13 @@ def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimensi
         tuple({"ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)),
         ({"update_stride": None}, {"update_stride": "auto"}),
         ({"offload_weights": False}, *({"offload_weights": share} for share in (0.5, 1.0))),
-        ({"shared_buffers": False}, {"shared_buffers": True}),
-        ({"split_master": False}, {"split_master": True}),
         tuple({"topk_ratio": ratio} for ratio in (0.1, 0.05, 0.02)),
         tuple(
             {"update_interval": steps} for steps in (1, 2, 4)
         ),  # longer ones cost too much loss (docs/convergence.md)
+        _fewer_bytes(scenario),
         ({"gradient_compression": None}, {"gradient_compression": "int8"}),
         ({"accumulate_on_device": False}, {"accumulate_on_device": True}),
-        tuple({"state_dtype": dtype} for dtype in ("fp32", "bf16", "fp8")),
         ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _state_shares(scenario))),
     )
     fixed = {name: getattr(scenario.options, name) for name in given}
@@ -77,6 +78,16 @@ def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimensi
 
 def _agrees(alternative: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
     return all(fixed.get(name, value) == value for name, value in alternative.items())
+
+
+def _fewer_bytes(scenario: Scenario) -> Dimension:
+    """State and buffers in fewer and fewer bytes, exact ways first. Most of these plans differ in memory alone."""
+    split = scenario.dtype == "bf16"
+    ways = [("fp32", False, False), ("fp32", False, True), ("fp32", split, True), ("bf16", split, True)]
+    return tuple(
+        {"state_dtype": dtype, "split_master": split_master, "shared_buffers": shared}
+        for dtype, split_master, shared in dict.fromkeys([*ways, ("fp8", split, True)])
+    )
 
 
 def _residents(scenario: Scenario, given: Collection[str]) -> Dimension:
@@ -202,25 +213,31 @@ class Search:
         return min(found, key=lambda each: each.missing)
 
     def fastest(self) -> Forecast | None:
-        """The fastest plan that fits, found by the neighbors of the fastest ones; None if none fits.
+        """The fastest plan that fits, found by the neighbors of the fastest ones in turn; None if none fits.
 
-        The first plan in which the device does not wait is good enough. Of plans that are hardly slower, the one that
-        is nearest to AdamW is taken.
+        The first plan in which the device does not wait is good enough, and so is one that the neighbors of
+        ``PATIENCE`` plans did not beat. Of plans that are hardly slower, the one that is nearest to AdamW is taken.
         """
         for choice in self.starts():
             found = self.simulate(choice)
             if found is not None and _is_free(found):
                 return found
         explored: set[str] = set()
+        in_vain = 0
         while self._found:
             best = min(self.forecasts, key=lambda each: each.step_s)
-            near = {key for key, (_, found) in self._found.items() if found.step_s <= NEAR * best.step_s} - explored
-            if not near or _is_free(best):
+            near = [
+                (found.step_s, key)
+                for key, (_, found) in self._found.items()
+                if found.step_s <= NEAR * best.step_s and key not in explored
+            ]
+            if not near or _is_free(best) or in_vain == PATIENCE:
                 return min(as_fast(self.forecasts), key=_departure)
-            explored |= near
-            for key in sorted(near):
-                for neighbor in self.neighbors(self._found[key][0]):
-                    self.simulate(neighbor)
+            _, key = min(near)
+            explored.add(key)
+            for neighbor in self.neighbors(self._found[key][0]):
+                self.simulate(neighbor)
+            in_vain = in_vain + 1 if min(each.step_s for each in self.forecasts) == best.step_s else 0
         return None
 
     def explore(self) -> list[Forecast]:
