@@ -160,6 +160,15 @@ def test_complex_and_integer_parameters() -> None:
         assert untouched(good)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("trained", [True, False])
+def test_fp8_parameters(dtype: torch.dtype, trained: bool) -> None:
+    good, bad = mlp(), nn.Parameter(torch.zeros(64, 64).to(dtype), requires_grad=trained)
+    with pytest.raises(TypeError, match=f"dtype {dtype}; only parameters of torch.float32.*leave it out"):
+        ZenFlowAdamW([*good.parameters(), bad], policy="zero_offload", offload_weights=1.0)
+    assert untouched(good)
+
+
 def test_parameters_that_are_not_tensors() -> None:
     with pytest.raises(TypeError, match="params has a str"):
         ZenFlowAdamW(["weight"])  # type: ignore[list-item]

@@ -140,9 +140,10 @@ def test_ranks_with_rounded_moments_are_equal(two_ranks: RankProcesses, options:
     assert difference(results[0], train(options, build=bf16, steps=12)) > 0.0
 
 
-@pytest.mark.parametrize("name", ["resident", "zero_offload", "zenflow"])
-def test_shards_with_rounded_moments(two_ranks: RankProcesses, name: str) -> None:
-    options = {**ALL_POLICIES[name], "state_dtype": "fp8", "min_offload_size": 41}
+@pytest.mark.parametrize(("name", "moments"), [("resident", "fp8"), ("zero_offload", "bf16"), ("zenflow", "bf16")])
+def test_shards_with_rounded_moments(two_ranks: RankProcesses, name: str, moments: str) -> None:
+    """A rank may have a part of each slice, which is too short for 8 bits here."""
+    options = {**ALL_POLICIES[name], "state_dtype": moments, "min_offload_size": 41}
     results = two_ranks.call(train_sharded, 2, options, build=bf16, steps=12)
     assert_equal_ranks(results)
     assert difference(results[0], two_ranks.call(train_sharded, 2, ALL_POLICIES[name], build=bf16, steps=12)[0]) > 0.0
