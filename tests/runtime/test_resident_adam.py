@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import resident_adam
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.state_forms import StateForm
 
 DEVICES = [
     "cpu",
@@ -123,6 +124,30 @@ def test_memory_layout_changes_no_bit(layout: str, dtype: torch.dtype) -> None:
             optimizer.update([param], [grad], COEFFICIENTS, eps=EPS)
     torch.testing.assert_close(mine, plain, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=1e-6)
     assert torch.equal(pair[..., 1], weight)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layout_changes_no_bit_of_rounded_moments(dtype: torch.dtype, moments: str) -> None:
+    """Of a parameter that gets another layout before its first update, or between two of them."""
+    weight = torch.randn(96, 64).to(dtype)
+    params = [Parameter(weight.t().contiguous().t()), Parameter(weight.clone()), Parameter(weight.clone())]
+    optimizer = ResidentAdam()
+    for step in range(3):
+        if step == 1:
+            params[1].data = params[1].data.t().contiguous().t()
+        for param in params:
+            optimizer.forms[param] = StateForm(moments=moments, length=64)
+            optimizer.update([param], [torch.randn(96, 64, generator=seeded(step)).to(dtype)], COEFFICIENTS, eps=EPS)
+    assert not params[0].is_contiguous()
+    for param in params[:2]:
+        assert torch.equal(param, params[2])
+        for mine, theirs in zip(optimizer.states[param].tensors(), optimizer.states[params[2]].tensors(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def seeded(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step)
 
 
 def test_external_write_updates_the_master() -> None:

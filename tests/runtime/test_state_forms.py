@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.edge_floats import edge_floats, same_bits
 from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.runtime import state_forms
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import Kernel, WindowUpdate, make_host_adam
@@ -195,3 +196,15 @@ def test_bytes_are_those_of_the_plan(split: bool, moments: str, expected: float)
     )  # fmt: skip
     state = InMemoryState(plan, HostArena(InMemoryState.arena_bytes(plan))).state()
     assert sum(each.nbytes for each in state) == plan.host_state_bytes == expected * plan.deferred_numel
+
+
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+@pytest.mark.parametrize("piece", [1, 333, 1000])
+def test_pieces_change_no_bit(moments: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = StateForm(moments=moments, length=333)
+    values = torch.randn(7, 333), torch.rand(7, 333)
+    stored = form.compress(*values, step=3)
+    expanded = form.expand(*stored)
+    monkeypatch.setattr(state_forms, "_PIECE_ELEMENTS", piece)
+    for whole, part in zip((*stored, *expanded), (*form.compress(*values, step=3), *form.expand(*stored)), strict=True):
+        assert torch.equal(whole, part)

@@ -46,6 +46,7 @@ class Combination:
 def bytes_per_parameter(options: Options, scenario: Scenario) -> list[Combination]:
     """The memory of each combination that goes together, under the policy of ``options`` and its other values."""
     found = []
+    options = replace(options, gradient_compression=None, accumulate_on_device=False)
     for state, gradients in product(STATE, GRADIENTS):
         changes = {**state, **gradients}
         if not all(reads(options.policy, name) for name, value in changes.items() if value):

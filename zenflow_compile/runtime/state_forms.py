@@ -22,8 +22,10 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
 from typing import NamedTuple
 
 import torch
@@ -36,6 +38,9 @@ _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.int8}
 _MANTISSA, _MANTISSA_SQUARE = 3, 4  # bits of codes
 _LOST = 255  # the scale of a block with a number that is too large or not finite
 _WORD = 0xFFFFFFFF
+_PIECE_ELEMENTS = 1 << 22  # that are converted at a time, unless one row has more
+
+_Convert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class State(NamedTuple):
@@ -106,7 +111,7 @@ class StateForm:
         if self.moments == "bf16":
             return exp_avg.float(), exp_avg_sq.float()
         if self.moments == "fp8":
-            return _expanded(self, exp_avg, signed=True), _expanded(self, exp_avg_sq, signed=False)
+            return self._in_pieces(self._expand, exp_avg, exp_avg_sq)
         return exp_avg, exp_avg_sq
 
     def compress(self, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -117,10 +122,28 @@ class StateForm:
         """
         if self.moments == "fp32":
             return exp_avg, exp_avg_sq
+        return self._in_pieces(partial(self._compress, step=step), exp_avg, exp_avg_sq)
+
+    def _expand(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
+        return _expanded(self, exp_avg, signed=True), _expanded(self, exp_avg_sq, signed=False)
+
+    def _compress(self, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
         random = _random_bits(exp_avg, exp_avg_sq, step)
         if self.moments == "bf16":
             return _rounded(exp_avg, random & 0xFFFF), _rounded(exp_avg_sq, random >> 16)
         return _quantized(self, exp_avg, exp_avg_sq, random)
+
+    def _in_pieces(self, convert: _Convert, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert rows piece by piece: temporaries are int64, and some ten times as large as what is converted."""
+        rows = max(1, _PIECE_ELEMENTS // max(1, self.length))
+        if len(exp_avg) <= rows:
+            return convert(exp_avg, exp_avg_sq)
+        parts = (convert(*each) for each in zip(torch.split(exp_avg, rows), torch.split(exp_avg_sq, rows), strict=True))
+        first = next(parts)
+        whole, whole_sq = (each.new_empty((len(exp_avg), each.shape[1])) for each in first)
+        for at, (part, part_sq) in zip(count(0, rows), chain([first], parts), strict=False):
+            whole[at : at + rows], whole_sq[at : at + rows] = part, part_sq
+        return whole, whole_sq
 
     def rows(self, state: Sequence[Tensor], weights: Tensor | None) -> StateRows:
         """Access to stored tensors and weights of any contiguous shape."""

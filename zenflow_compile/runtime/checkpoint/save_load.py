@@ -128,7 +128,8 @@ def is_as_shown(entry: Mapping[str, Any]) -> bool:
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """Master and moments of all slices, in the parameter's shape; no job may be writing them."""
     selection, device, read = _selection(offloaded), offloaded.device, offloaded.transport.device_memory.read
-    on_device_side = StateRows(device.form, State(*map(read, device.rows.stored))).read()
+    # Expanded on the host: the device may have no room for it.
+    on_device_side = StateRows(device.form, State(*(read(each).cpu() for each in device.rows.stored))).read()
     with offloaded.host.acquire() as state:
         on_host_side = state.read()
         return {
@@ -201,7 +202,7 @@ def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
         master = param.to(device="cpu", dtype=dtype, copy=True)
         return {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1], "master": master}
     read = engine.device_memory.read
-    moments = state.form.expand(read(state.exp_avg), read(state.exp_avg_sq))
+    moments = state.form.expand(read(state.exp_avg).cpu(), read(state.exp_avg_sq).cpu())
     found = {"step": read(state.step), **dict(zip(_STATE[1:], moments, strict=True))}
     if state.master is not None:
         found["master"] = read(state.master)
@@ -345,7 +346,9 @@ def _load_offloaded(
     uploads = [host.upload_to_load() for _ in flushed]
     with host.acquire(write=True, fresh=True) as host_state:
         slices = [in_slices(plan, entry[name].cpu()) for name in _STATE]
-        device.rows.write([each[on_device_side].float().to(engine.device) for each in slices])
+        master, *moments = (each[on_device_side].float() for each in slices)
+        for target, source in zip(device.rows.stored, (master, *device.form.compress(*moments)), strict=True):
+            target.copy_(source)
         of_host = [each[on_host_side].float() for each in slices]
         host_state.write(of_host)
         for upload in uploads:

@@ -46,20 +46,21 @@ class ResidentState:
 
     @classmethod
     def zeros_like(cls, param: Tensor, counter: VersionCounter | None = None, form: StateForm = PLAIN) -> ResidentState:
-        """Make the state of a parameter before its first gradient, in the parameter's memory layout."""
+        """Make the state of a parameter before its first gradient: in the parameter's memory layout, or in rows."""
         dtype = _state_dtype(param)
         counter = VersionCounter() if counter is None else counter
-        has_master = param.dtype != dtype
+        has_master, layout = param.dtype != dtype, torch.preserve_format
         if form.plain:
             moments = [torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2)]
         else:
+            layout = torch.contiguous_format  # rows are consecutive, whatever the parameter's layout is
             _, *stored = form.tensors(param.numel() // max(1, form.length))
             moments = [torch.zeros(shape, dtype=of_moment, device=param.device) for shape, of_moment in stored]
         return cls(
             exp_avg=moments[0],
             exp_avg_sq=moments[1],
             step=torch.zeros((), dtype=torch.float32, device=param.device if form.plain else "cpu"),
-            master=param.detach().to(dtype, copy=True) if has_master else None,
+            master=param.detach().to(dtype, copy=True, memory_format=layout) if has_master else None,
             mark=counter.mark(param) if has_master else None,
             counter=counter,
             form=form,
@@ -101,7 +102,8 @@ class ResidentState:
                 )
         moments = [state.exp_avg, state.exp_avg_sq]
         if not self.form.plain:
-            rows = (each.to(param.device, torch.float32).reshape(len(self.exp_avg), -1) for each in moments)
+            # Where the checkpoint is: the device may have no room for fp32 moments.
+            rows = (each.float().reshape(len(self.exp_avg), -1) for each in moments)
             moments = [*self.form.compress(*rows)]
         loaded = [*moments, state.step, *([] if state.master is None else [state.master])]
         for target, source in zip(self.tensors(), loaded, strict=True):
