@@ -505,9 +505,9 @@ def test_repeated_end_of_an_exchange_is_harmless(monkeypatch: pytest.MonkeyPatch
     with engine(plan) as made:
         actual.start(made.exchange, wanted)
         whole = actual.device.rows
-        torn = replace(whole, stored=whole.stored._replace(exp_avg_sq=None))
+        without_last = replace(whole, stored=whole.stored._replace(exp_avg_sq=None))
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceState, "rows", torn)
+            patch.setattr(DeviceState, "rows", without_last)
             with pytest.raises(TypeError):
                 made.exchange.finish()
         assert len(made.exchange._in_flight) == 1

@@ -11,8 +11,8 @@ void update_plain(const UpdateWindow& window, const PlainState& state, int64_t b
   }
 }
 
-// Whole blocks of state in fewer bytes. Returns the first element that is left, `begin` where gradients have another dtype
-// than weights, which the model never does.
+// Updates whole blocks of state in fewer bytes. Returns the first element that is left: `begin` if gradients and weights
+// differ in dtype, which no model does.
 int64_t update_stored(const UpdateWindow& window, int64_t begin, int64_t end) {
   if (window.gradient_dtype != kInt8 && window.gradient_dtype != window.out_dtype) return begin;
   switch (window.out_dtype) {

@@ -20,8 +20,8 @@ HOST_PASS_BYTES = 28
 gradient read, bf16 weights written."""
 
 CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 0.92e9, "fp8": 0.64e9}
-"""Parameters/s that one core updates at most, by how moments are stored: converting takes longer than memory where a
-core has much of it. Measured on one AVX-512 core (benchmarks/results/host_adam.json, bf16, 1 gradient)."""
+"""Most parameters/s that one core updates, by dtype of the moments. Conversion limits a core where memory bandwidth
+does not. Measured on one AVX-512 core (benchmarks/results/host_adam.json: bf16, 1 gradient)."""
 
 DEVICE_UPDATE_BYTES = 28
 """Device memory per parameter of AdamW: moments and master (fp32 weights are their own) read and written, 24 bytes;
@@ -40,7 +40,7 @@ class FlushedWindow:
 
     Attributes:
         host: bytes of host memory that the host update reads and writes.
-        converting: seconds that one core needs to convert the state, if memory took no time.
+        converting: seconds that one core needs to convert the state, without the time of memory.
         upload: bytes of new weights for the device, without those that the next loads read.
         file: bytes of state that are read from files, and written back; what stays in host memory is not counted.
         params: names of the parameters.

@@ -225,7 +225,10 @@ _PLANNERS = {
 
 
 def _resident(index: int, spec: ParamSpec, options: Options) -> ParamPlan:
-    """A parameter with all of its state on the device. Moments of few elements stay fp32, and those of short rows."""
+    """A parameter with all of its state on the device.
+
+    Its moments are fp32 if the parameter cannot be offloaded, or if its rows are too short for 8-bit moments.
+    """
     plan = ParamPlan(index=index, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
     fits = options.state_dtype != "fp8" or plan.whole_rows[1] >= QUANTIZATION_BLOCK
     return replace(plan, moments=options.state_dtype) if fits and _offloadable(spec, options) else plan

@@ -32,7 +32,7 @@ NEAR = 1.1
 """The fastest plan is searched from those whose step takes at most so many times as long as the fastest known one."""
 
 PATIENCE = 8
-"""So many plans in a row whose neighbors are not faster than the fastest known one end its search."""
+"""The search for the fastest plan ends after the neighbors of this many plans in a row were not faster."""
 
 _PLACES: Dimension = (
     {"policy": "resident"},
@@ -81,7 +81,10 @@ def _agrees(alternative: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
 
 
 def _fewer_bytes(scenario: Scenario) -> Dimension:
-    """State and buffers in fewer and fewer bytes, exact ways first. Most of these plans differ in memory alone."""
+    """Ways to store state and share buffers, by falling bytes, exact ones first.
+
+    They are one dimension, since most of these plans differ in memory alone.
+    """
     split = scenario.dtype == "bf16"
     ways = [("fp32", False, False), ("fp32", False, True), ("fp32", split, True), ("bf16", split, True)]
     return tuple(
@@ -215,15 +218,15 @@ class Search:
     def fastest(self) -> Forecast | None:
         """The fastest plan that fits, found by the neighbors of the fastest ones in turn; None if none fits.
 
-        The first plan in which the device does not wait is good enough, and so is one that the neighbors of
-        ``PATIENCE`` plans did not beat. Of plans that are hardly slower, the one that is nearest to AdamW is taken.
+        The search ends at the first plan in which the device does not wait, or by ``PATIENCE``. Of plans that are
+        hardly slower than the fastest, it returns the one that is nearest to AdamW.
         """
         for choice in self.starts():
             found = self.simulate(choice)
             if found is not None and _is_free(found):
                 return found
         explored: set[str] = set()
-        in_vain = 0
+        not_faster = 0
         while self._found:
             best = min(self.forecasts, key=lambda each: each.step_s)
             near = [
@@ -231,13 +234,13 @@ class Search:
                 for key, (_, found) in self._found.items()
                 if found.step_s <= NEAR * best.step_s and key not in explored
             ]
-            if not near or _is_free(best) or in_vain == PATIENCE:
+            if not near or _is_free(best) or not_faster == PATIENCE:
                 return min(as_fast(self.forecasts), key=_departure)
             _, key = min(near)
             explored.add(key)
             for neighbor in self.neighbors(self._found[key][0]):
                 self.simulate(neighbor)
-            in_vain = in_vain + 1 if min(each.step_s for each in self.forecasts) == best.step_s else 0
+            not_faster = not_faster + 1 if min(each.step_s for each in self.forecasts) == best.step_s else 0
         return None
 
     def explore(self) -> list[Forecast]:

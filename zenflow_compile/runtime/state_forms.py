@@ -247,9 +247,8 @@ def _rest(master: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor, half: Tensor) -> Tensor:
-    bits = _bits(values)
-    finite = (bits & 0x7F800000) != 0x7F800000
-    rounded = ((bits + torch.where(finite, half, 0)) & _WORD) >> 16
+    # Infinite numbers stay so: the bits that are cut off are zeros.
+    rounded = ((_bits(values) + half) & _WORD) >> 16
     rounded = torch.where(values.isnan(), 0x7FC0, rounded)
     return torch.where(rounded > 0x7FFF, rounded - 0x10000, rounded).to(torch.int16).view(torch.bfloat16)
 
@@ -291,10 +290,10 @@ def _rows(form: StateForm, values: Tensor, random: Tensor, mantissa: int, *, sig
 def _code(relative: Tensor, random: Tensor, mantissa: int) -> Tensor:
     """Codes of numbers in [0, 1], rounded up if the bits of ``random`` below the last bit of a code carry."""
     smallest_normal = (127 - 14) << 23
-    # Below the smallest normal number, the sum has the number in its last bits.
+    # Below the smallest normal number, the sum has the number in its last bits, and is the larger one.
     subnormal = _bits(relative + 2.0**-14) - smallest_normal
     normal = _bits(relative) - ((127 - 15) << 23)
-    return (torch.where(relative < 2.0**-14, subnormal, normal) + random) >> (23 - mantissa)
+    return (torch.maximum(subnormal, normal) + random) >> (23 - mantissa)
 
 
 def _floats(bits: Tensor) -> Tensor:
@@ -309,9 +308,9 @@ def _expanded(form: StateForm, rows: Tensor, *, signed: bool) -> Tensor:
     mantissa = _MANTISSA if signed else _MANTISSA_SQUARE
     magnitude = code & 0x7F if signed else code
     bits = magnitude << (23 - mantissa)
-    relative = torch.where(
-        magnitude < 1 << mantissa, _floats(bits + ((127 - 14) << 23)) - 2.0**-14, _floats(bits + ((127 - 15) << 23))
-    )
+    # The smaller one of the two below the smallest normal number.
+    subnormal = _floats(bits + ((127 - 14) << 23)) - 2.0**-14
+    relative = torch.minimum(subnormal, _floats(bits + ((127 - 15) << 23)))
     values = relative * torch.where(scale == _LOST, torch.nan, _floats(scale << 23))
     # Contiguous: fused updates run over memory, not over elements.
     return _out_of_blocks(form, torch.where(code > magnitude, -values, values)).contiguous()

@@ -103,7 +103,8 @@ class StepRunner(OptimizerRuntime):
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
                 self.uploads.apply(offloaded, offloaded.due(self.step))
                 to_take[offloaded] = None  # a new selection has put its parts together again
-        self._keep_fitting(fitting)
+        if fitting:
+            self._keep_fitting(fitting)
         for offloaded in to_take:
             if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()

@@ -128,7 +128,7 @@ def is_as_shown(entry: Mapping[str, Any]) -> bool:
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """Master and moments of all slices, in the parameter's shape; no job may be writing them."""
     selection, device, read = _selection(offloaded), offloaded.device, offloaded.transport.device_memory.read
-    # Expanded on the host: the device may have no room for it.
+    # On the host: the device may have no room for fp32 moments.
     on_device_side = StateRows(device.form, State(*(read(each).cpu() for each in device.rows.stored))).read()
     with offloaded.host.acquire() as state:
         on_host_side = state.read()

@@ -27,8 +27,8 @@ class ResidentState:
     """Moments of one parameter, and an fp32 master if the weights have 16 bits.
 
     Attributes:
-        exp_avg, exp_avg_sq: of the parameter's shape; fp32, or fp64 for fp64 weights. In fewer bytes, as ``form``
-            stores them, a row per row of the parameter.
+        exp_avg, exp_avg_sq: of the parameter's shape, fp32, or fp64 for fp64 weights; if ``form`` is not plain, one row
+            of stored moments per row of the parameter.
         step: f32[], number of gradients in the moments; on the parameter's device, as the fused kernel requires, or on
             the host for moments in fewer bytes.
         master: of the parameter's shape, fp32 or fp64; None for fp32 and fp64 weights.
@@ -71,7 +71,7 @@ class ResidentState:
         return [self.exp_avg, self.exp_avg_sq, self.step, *([] if self.master is None else [self.master])]
 
     def on_device(self) -> list[Tensor]:
-        """Those of them that are on the parameter's device."""
+        """The tensors of the state that are on the parameter's device."""
         return [each for each in self.tensors() if each is not self.step or self.form.plain]
 
     def reseed_master(self, param: Tensor) -> None:
@@ -121,7 +121,7 @@ class ResidentAdam:
     Attributes:
         states: made with a parameter's first gradient. A parameter without a gradient keeps its step count.
         counters: version counters of the parameters; one that is missing here shares its counter with no other.
-        forms: how their moments are stored; those that are missing here in fp32.
+        forms: how the parameters' moments are stored. One that is missing here has fp32 moments.
     """
 
     def __init__(self) -> None:

@@ -207,7 +207,6 @@ def _scale(grad_scale, ON_DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
 _FP32, _BF16, _FP8 = (tl.constexpr(number) for number in range(3))
 _MOMENTS = {"fp32": _FP32.value, "bf16": _BF16.value, "fp8": _FP8.value}
 _BLOCK: tl.constexpr = tl.constexpr(QUANTIZATION_BLOCK)
-_MANTISSA, _MANTISSA_SQUARE = tl.constexpr(3), tl.constexpr(4)
 _LOST = tl.constexpr(255)
 
 
@@ -235,72 +234,53 @@ def _random_bits(exp_avg, exp_avg_sq, step):  # type: ignore[no-untyped-def]
 @_jit
 def _rounded_to_bf16(values, half):  # type: ignore[no-untyped-def]
     """The bits of bf16 numbers, as u32."""
-    bits = _bits(values)
-    half = tl.where((bits & 0x7F800000) == 0x7F800000, 0, half)  # infinite, or NaN
-    return tl.where(values == values, (bits + half) >> 16, 0x7FC0)
+    # Infinite numbers stay so: the bits that are cut off are zeros.
+    return tl.where(values == values, (_bits(values) + half) >> 16, 0x7FC0)
 
 
 @_jit
-def _load_moment(  # type: ignore[no-untyped-def]
-    moment,
-    code,
-    mask,
-    of_block,
-    is_block,
-    BLOCK_SLICES: tl.constexpr,
-    BLOCK_LENGTH: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    SIGNED: tl.constexpr,
-):
-    """Load fp32 numbers of codes with a scale per block."""
-    codes = tl.load(moment + code, mask=mask, other=0).to(tl.uint8, bitcast=True).to(tl.uint32)
-    scales = tl.load(moment + of_block, mask=is_block, other=0).to(tl.uint8, bitcast=True).to(tl.uint32)
+def _load_moment(codes_at, scales_at, mask, is_block, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load fp32 numbers of 8-bit codes [slices, elements], with a scale per block [slices, blocks]."""
+    mantissa: tl.constexpr = 3 if SIGNED else 4
+    codes = tl.load(codes_at, mask=mask, other=0).to(tl.uint8, bitcast=True).to(tl.uint32)
+    scales = tl.load(scales_at, mask=is_block, other=0).to(tl.uint8, bitcast=True).to(tl.uint32)
     magnitude = codes & 0x7F if SIGNED else codes
-    bits = magnitude << (23 - MANTISSA)
-    subnormal = _floats(bits + ((127 - 14) << 23)) - 0.00006103515625  # 2**-14
-    relative = tl.where((magnitude >> MANTISSA) == 0, subnormal, _floats(bits + ((127 - 15) << 23)))
+    bits = magnitude << (23 - mantissa)
+    # The smaller one of the two below the smallest normal number, 2**-14.
+    subnormal = _floats(bits + ((127 - 14) << 23)) - 0.00006103515625
+    relative = tl.minimum(subnormal, _floats(bits + ((127 - 15) << 23)))
     power = _floats(tl.where(scales == _LOST, 0x7FC00000, scales << 23))
-    relative = tl.reshape(relative, (BLOCK_SLICES, BLOCK_LENGTH // _BLOCK, _BLOCK))
-    values = tl.reshape(relative * power[:, :, None], (BLOCK_SLICES, BLOCK_LENGTH))
+    in_blocks = tl.reshape(relative, (scales.shape[0], scales.shape[1], _BLOCK)) * power[:, :, None]
+    values = tl.reshape(in_blocks, codes.shape)
     return tl.where(codes > magnitude, -values, values)
 
 
 @_jit
-def _store_moment(  # type: ignore[no-untyped-def]
-    moment,
-    values,
-    random,
-    code,
-    mask,
-    of_block,
-    is_block,
-    BLOCK_SLICES: tl.constexpr,
-    BLOCK_LENGTH: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    SIGNED: tl.constexpr,
-):
-    """Store fp32 numbers as codes with a scale per block; those behind the end are zeros."""
-    bits = tl.reshape(_bits(values), (BLOCK_SLICES, BLOCK_LENGTH // _BLOCK, _BLOCK))
-    random = tl.reshape(random, (BLOCK_SLICES, BLOCK_LENGTH // _BLOCK, _BLOCK))
+def _store_moment(codes_at, scales_at, values, random, mask, is_block, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store fp32 numbers as :func:`_load_moment` loads them; those that ``mask`` leaves out count as zeros."""
+    mantissa: tl.constexpr = 3 if SIGNED else 4
+    shape: tl.constexpr = (scales_at.shape[0], scales_at.shape[1], _BLOCK)
+    bits = tl.reshape(_bits(tl.where(mask, values, 0.0)), shape)
+    random = tl.reshape(random & 0xFFFFF if SIGNED else random >> 13, shape)
     # Without the sign, the bits are in the order of the numbers, as i32 as well.
     largest = tl.max((bits & 0x7FFFFFFF).to(tl.int32), axis=2).to(tl.uint32)
     exponent = (largest + 0x7FFFFF) >> 23  # of the power of two that is not below it
     scales = tl.where(largest < 0x00800000, 0, tl.where(exponent >= 254, _LOST, exponent)).to(tl.uint32)
-    tl.store(moment + of_block, scales.to(tl.uint8).to(tl.int8, bitcast=True), mask=is_block)
+    tl.store(scales_at, scales.to(tl.uint8).to(tl.int8, bitcast=True), mask=is_block)
     inverse = _floats(tl.where((scales > 0) & (scales < _LOST), (254 - scales) << 23, 0).to(tl.uint32))
     bits = tl.where((scales == _LOST)[:, :, None], 0, bits)
     relative = _floats(bits & 0x7FFFFFFF) * inverse[:, :, None]
-    # Below the smallest normal number, the sum has the number in its last bits.
-    subnormal = _bits(relative + 0.00006103515625) - ((127 - 14) << 23)  # 2**-14
-    normal = _bits(relative) - ((127 - 15) << 23)
-    codes = (tl.where(relative < 0.00006103515625, subnormal, normal) + random) >> (23 - MANTISSA)
+    # Below the smallest normal number, 2**-14, the sum has the number in its last bits, and is the larger one.
+    subnormal = _bits(relative + 0.00006103515625).to(tl.int32) - ((127 - 14) << 23)
+    normal = _bits(relative).to(tl.int32) - ((127 - 15) << 23)
+    codes = (tl.maximum(subnormal, normal).to(tl.uint32) + random) >> (23 - mantissa)
     if SIGNED:
         codes = codes | ((bits >> 31) << 7)
     else:
         # Hazard: a second moment of 0 divides the first one by eps alone.
         codes = tl.where((codes == 0) & (relative > 0.0), 1, codes)
-    codes = tl.reshape(codes, (BLOCK_SLICES, BLOCK_LENGTH))
-    tl.store(moment + code, codes.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
+    codes = tl.reshape(codes, codes_at.shape)
+    tl.store(codes_at, codes.to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
 
 
 @_jit_for_any_step
@@ -352,10 +332,8 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
         block = (tl.program_id(0) // slice_blocks) * (BLOCK_LENGTH // _BLOCK) + tl.arange(0, BLOCK_LENGTH // _BLOCK)
         is_block = is_slice[:, None] & (block < blocks)[None, :]
         of_block = row + block[None, :]
-        first = _load_moment(exp_avg, code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA, True)
-        second = _load_moment(
-            exp_avg_sq, code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA_SQUARE, False
-        )
+        first = _load_moment(exp_avg + code, exp_avg + of_block, mask, is_block, True)
+        second = _load_moment(exp_avg_sq + code, exp_avg_sq + of_block, mask, is_block, False)
     else:
         first = tl.load(exp_avg + offset, mask=mask, other=0.0)
         second = tl.load(exp_avg_sq + offset, mask=mask, other=0.0)
@@ -372,22 +350,16 @@ def _adam_columns_kernel(  # type: ignore[no-untyped-def]
     if MOMENTS == _FP32:
         tl.store(exp_avg + offset, first, mask=mask)
         tl.store(exp_avg_sq + offset, second, mask=mask)
-    elif MOMENTS == _BF16:
-        random = _random_bits(first, second, step)
-        stored = _rounded_to_bf16(first, random & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        tl.store(exp_avg + offset, stored, mask=mask)
-        stored = _rounded_to_bf16(second, random >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        tl.store(exp_avg_sq + offset, stored, mask=mask)
     else:
         random = _random_bits(first, second, step)
-        _store_moment(
-            exp_avg, tl.where(mask, first, 0.0), random & 0xFFFFF,
-            code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA, True,
-        )  # fmt: skip
-        _store_moment(
-            exp_avg_sq, tl.where(mask, second, 0.0), random >> 13,
-            code, mask, of_block, is_block, BLOCK_SLICES, BLOCK_LENGTH, _MANTISSA_SQUARE, False,
-        )  # fmt: skip
+        if MOMENTS == _BF16:
+            stored = _rounded_to_bf16(first, random & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            tl.store(exp_avg + offset, stored, mask=mask)
+            stored = _rounded_to_bf16(second, random >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+            tl.store(exp_avg_sq + offset, stored, mask=mask)
+        else:
+            _store_moment(exp_avg + code, exp_avg + of_block, first, random, mask, is_block, True)
+            _store_moment(exp_avg_sq + code, exp_avg_sq + of_block, second, random, mask, is_block, False)
 
     if ALL:
         slice_index = number

@@ -82,7 +82,8 @@ class DeviceUpdated:
         The resident ones come last: their update overlaps the copies of streamed state (Deep Optimizer States, section
         4.1).
         """
-        self._streamed.update(self._coefficients)
+        if self._streamed.params:
+            self._streamed.update(self._coefficients)
         by_group: dict[int, list[tuple[int, Parameter, Tensor]]] = {}
         for index, param in self._params.items():
             if (grad := param.grad) is not None and index not in self._streamed.params:
