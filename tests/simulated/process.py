@@ -29,7 +29,7 @@ import pytest
 from tests.support.fork_server import begin_process, fork_server
 
 _T = TypeVar("_T")
-_STACKS, _DUMP = signal.SIGUSR1, signal.SIGUSR2
+_DIAGNOSIS = signal.SIGUSR1
 
 
 class SimulatedHang(RuntimeError):  # noqa: N818 - what happened, not a mistake
@@ -119,8 +119,7 @@ class SimulatedProcess:
         """All stacks of the child and the device's queues, whatever its threads hold."""
         assert self._process is not None
         assert self._process.pid is not None
-        for number in (_STACKS, _DUMP):
-            os.kill(self._process.pid, number)
+        os.kill(self._process.pid, _DIAGNOSIS)
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline and not self._read("dump"):
             time.sleep(0.05)
@@ -160,14 +159,18 @@ def _serve(connection: Connection, environment: dict[str, str], folder: str) -> 
     begin_process(environment)
     stacks = open(f"{folder}/stacks", "w")  # noqa: SIM115 - faulthandler keeps the descriptor
     faulthandler.enable(stacks)
-    faulthandler.register(_STACKS, stacks, all_threads=True)
+    faulthandler.register(_DIAGNOSIS, stacks, all_threads=True)
     import torch
 
     from tests.simulated.simulator import load_simulator
 
     torch.set_num_threads(1)
     simulator = load_simulator()
-    simulator.dump_on_signal(_DUMP, f"{folder}/dump")
+    # Hazard: the device's executor writes its dump at any time. It is asked behind the stacks, so that a dump means
+    # that they are whole.
+    faulthandler.unregister(_DIAGNOSIS)
+    simulator.dump_on_signal(_DIAGNOSIS, f"{folder}/dump")
+    faulthandler.register(_DIAGNOSIS, stacks, all_threads=True, chain=True)
     connection.send_bytes(b"ready")
     while True:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
@@ -24,7 +25,17 @@ def _skip() -> None:
     pytest.skip("not here")
 
 
-def _sleep() -> None:
+def _sleep(depth: int) -> None:
+    if depth:
+        _sleep(depth - 1)
+    else:
+        time.sleep(60)
+
+
+def _sleep_beside_threads() -> None:
+    """As the first of many threads, whose stack comes last."""
+    for _ in range(80):
+        threading.Thread(target=_sleep, args=(60,), daemon=True).start()
     time.sleep(60)
 
 
@@ -59,8 +70,8 @@ def test_error_comes_back_with_its_traceback(simulated: SimulatedProcess) -> Non
 
 
 def test_hang_ends_with_stacks(simulated: SimulatedProcess) -> None:
-    with pytest.raises(SimulatedHang, match=r"in _sleep(?s:.)*simulated device: alive"):
-        simulated.call(_sleep, timeout=0.5)
+    with pytest.raises(SimulatedHang, match=r"in _sleep_beside_threads(?s:.)*simulated device: alive"):
+        simulated.call(_sleep_beside_threads, timeout=2)
     assert simulated.call(_add, 1, b=2)[0] == 3
 
 
