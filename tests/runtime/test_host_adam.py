@@ -336,7 +336,7 @@ def test_auto_with_a_broken_compiler_warns(
 def test_wrong_code_is_found(no_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for path in build.SOURCES.glob("*.[ch]*"):
         (tmp_path / path.name).write_text(
-            path.read_text().replace("window.decay * master -", "window.decay * master +")
+            path.read_text().replace("factors.decay * master -", "factors.decay * master +")
         )
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     with pytest.raises(RuntimeError, match="computes wrong numbers; set CXX"):

@@ -58,8 +58,8 @@ inline Bits random_bits(Bits exp_avg, Bits exp_avg_sq, uint32_t step) {
 // ---- split masters
 
 inline Floats join(const uint16_t* weights, const int16_t* rest) {
-  const Words high = __builtin_convertvector(loaded<Halves>(weights), Words) << 16;
-  return (Floats)(high + (Words)__builtin_convertvector(loaded<SignedHalves>(rest), Ints));
+  const Ints low = (Ints)(load_halves((const uint16_t*)rest) << 16) >> 16;  // with its sign
+  return (Floats)((load_halves(weights) << 16) + (Words)low);
 }
 
 // Stores what the cast of `BFloat16` takes away.
@@ -67,17 +67,14 @@ inline void split(Floats master, int16_t* rest) {
   const Words weight = nearest_bfloat16(master) << 16;
   const Ints left = (Ints)((Words)master - weight);
   const Ints fits = left > 32767 ? 32767 : left;  // a tie that was rounded down: one fp32 ulp lower
-  const SignedHalves halves = __builtin_convertvector(master != master ? 0 : fits, SignedHalves);
-  std::memcpy(rest, &halves, sizeof halves);
+  store_halves((uint16_t*)rest, (Words)(master != master ? 0 : fits));
 }
 
 // ---- moments in bf16
 
 inline void store_rounded(uint16_t* to, Floats values, Words half) {
   // Infinite numbers stay so: the bits that are cut off are zeros.
-  const Words rounded = values != values ? 0x7fc0u : ((Words)values + half) >> 16;
-  const Halves halves = __builtin_convertvector(rounded, Halves);
-  std::memcpy(to, &halves, sizeof halves);
+  store_halves(to, values != values ? 0x7fc0u : ((Words)values + half) >> 16);
 }
 
 inline void narrow(Floats exp_avg, Floats exp_avg_sq, uint16_t* to, uint16_t* to_sq, uint32_t step) {
@@ -129,10 +126,10 @@ inline Words code_of(Floats value, Words random) {
 template <int mantissa>
 inline Floats value_of(Words code) {
   const Words bits = code << (23 - mantissa);
-  const Floats normal = (Floats)(bits + kExponents);
+  const Ints normal = (Ints)(bits + kExponents);
   // The smaller one of the two below the smallest normal number.
-  const Floats subnormal = (Floats)(bits + kSmallestNormal) - bits_as<float>(kSmallestNormal);
-  return subnormal < normal ? subnormal : normal;
+  const Ints subnormal = (Ints)((Floats)(bits + kSmallestNormal) - bits_as<float>(kSmallestNormal));
+  return (Floats)(subnormal < normal ? subnormal : normal);
 }
 
 // The scale of a block, as the exponent bits of a power of two that is not below any magnitude; 0 if all are too small for
@@ -141,10 +138,10 @@ constexpr uint32_t kLost = 255;
 
 inline uint8_t scale_of(const Floats* values) {
   Words most{};  // bits of floats without a sign are in the order of the floats
-  for (int i = 0; i < kBlockVectors; ++i) {
+  each_vector<kBlockVectors>([&](int i) {
     const Words magnitude = (Words)values[i] & 0x7fffffffu;
     most = magnitude > most ? magnitude : most;
-  }
+  });
   const uint32_t bits = largest(most), exponent = (bits + 0x7fffffu) >> 23;
   return (uint8_t)(bits < 0x00800000u ? 0 : exponent >= 254 ? kLost : exponent);
 }
@@ -157,29 +154,30 @@ inline void quantize(const Floats* exp_avg, const Floats* exp_avg_sq, uint8_t* c
                      uint32_t step) {
   const uint32_t scale = *scales[0] = scale_of(exp_avg), scale_sq = *scales[1] = scale_of(exp_avg_sq);
   const float by = inverse(scale), by_sq = inverse(scale_sq);
-  const uint32_t any = scale == kLost ? 0 : ~0u, any_sq = scale_sq == kLost ? 0 : ~0u;  // else all codes are 0
-  for (int i = 0; i < kBlockVectors; ++i) {
-    const Words moment = (Words)exp_avg[i], moment_sq = (Words)exp_avg_sq[i];
-    const Words random = random_bits(moment, moment_sq, step);
-    const Words code = code_of<kMantissa>((Floats)(moment & (any & 0x7fffffffu)) * by, random & 0xfffffu);
-    store_bytes(codes[0] + i * kLanes, code | ((moment & any) >> 31 << 7));
-    const Floats value_sq = (Floats)(moment_sq & any_sq) * by_sq;
+  each_vector<kBlockVectors>([&](int i) {
+    const Words moment = (Words)exp_avg[i];
+    const Words random = random_bits(moment, (Words)exp_avg_sq[i], step);
+    const Words code = code_of<kMantissa>((Floats)(moment & 0x7fffffffu) * by, random & 0xfffffu);
+    store_bytes(codes[0] + i * kLanes, code | (moment >> 24 & 0x80u));
+    const Floats value_sq = exp_avg_sq[i] * by_sq;
     const Words code_sq = code_of<kMantissaSquare>(value_sq, random >> 13);
     // Hazard: a second moment of 0 divides the first one by eps alone.
-    const Words lost = (Words)(code_sq == 0) & (Words)(value_sq > 0.0f);
-    store_bytes(codes[1] + i * kLanes, code_sq | (lost & 1));
-  }
+    const Words least = (Words)value_sq < 1u ? (Words)value_sq : 1u;
+    store_bytes(codes[1] + i * kLanes, code_sq > least ? code_sq : least);
+  });
+  if (scale == kLost) std::memset(codes[0], 0, kQuantizationBlock);
+  if (scale_sq == kLost) std::memset(codes[1], 0, kQuantizationBlock);
 }
 
 // Loads one quantization block.
 inline void expand(uint8_t* const scales[2], uint8_t* const codes[2], Floats* exp_avg, Floats* exp_avg_sq) {
   const float by = power(*scales[0]), by_sq = power(*scales[1]);
-  for (int i = 0; i < kBlockVectors; ++i) {
+  each_vector<kBlockVectors>([&](int i) {
     const Words code = load_bytes(codes[0] + i * kLanes);
     const Words magnitude = (Words)(value_of<kMantissa>(code & 0x7f) * by);
-    exp_avg[i] = (Floats)(magnitude | (code >> 7 << 31));
+    exp_avg[i] = (Floats)(magnitude | (code << 24 & 0x80000000u));
     exp_avg_sq[i] = value_of<kMantissaSquare>(load_bytes(codes[1] + i * kLanes)) * by_sq;
-  }
+  });
 }
 
 // Where the codes of element `at`, and the scale of its block, are in a stored moment. A slice begins with its scales.
@@ -335,25 +333,27 @@ class StoredBlocks {
   void load(int64_t at, Floats* exp_avg, Floats* exp_avg_sq) const {
     if constexpr (kMoments == kInt8) {
       Block block = block_;
-      for (int i = 0; i < kVectors; i += kBlockVectors, block.next()) {
-        expand(block.scales, block.codes, exp_avg + i, exp_avg_sq + i);
-      }
+      each_vector<kVectors / kBlockVectors>([&](int i) {
+        expand(block.scales, block.codes, exp_avg + i * kBlockVectors, exp_avg_sq + i * kBlockVectors);
+        block.next();
+      });
     } else {
       using Moment = std::conditional_t<kMoments == kFloat32, Float32, BFloat16>;
-      for (int i = 0; i < kVectors; ++i) {
+      each_vector<kVectors>([&](int i) {
         exp_avg[i] = Moment::load((const typename Moment::Element*)state_.exp_avg + at + i * kLanes);
         exp_avg_sq[i] = Moment::load((const typename Moment::Element*)state_.exp_avg_sq + at + i * kLanes);
-      }
+      });
     }
   }
 
   void store(int64_t at, const Floats* exp_avg, const Floats* exp_avg_sq) {
     if constexpr (kMoments == kInt8) {
-      for (int i = 0; i < kVectors; i += kBlockVectors, block_.next()) {
-        quantize(exp_avg + i, exp_avg_sq + i, block_.scales, block_.codes, step_);
-      }
+      each_vector<kVectors / kBlockVectors>([&](int i) {
+        quantize(exp_avg + i * kBlockVectors, exp_avg_sq + i * kBlockVectors, block_.scales, block_.codes, step_);
+        block_.next();
+      });
     } else {
-      for (int i = 0; i < kVectors; ++i) {
+      each_vector<kVectors>([&](int i) {
         const int64_t here = at + i * kLanes;
         if constexpr (kMoments == kBFloat16) {
           narrow(exp_avg[i], exp_avg_sq[i], (uint16_t*)state_.exp_avg + here, (uint16_t*)state_.exp_avg_sq + here, step_);
@@ -361,7 +361,7 @@ class StoredBlocks {
           Float32::store((float*)state_.exp_avg + here, exp_avg[i]);
           Float32::store((float*)state_.exp_avg_sq + here, exp_avg_sq[i]);
         }
-      }
+      });
     }
   }
 

@@ -52,9 +52,17 @@ inline void add_gradient(const Step& step, Floats gradient, Floats& exp_avg, Flo
   exp_avg_sq = step.beta2 * exp_avg_sq + step.beta2_rest * gradient * gradient;
 }
 
-inline Floats new_master(const UpdateWindow& window, Floats master, Floats exp_avg, Floats exp_avg_sq) {
-  const Floats denominator = root(exp_avg_sq) / window.bias_correction2_sqrt + window.eps;
-  return window.decay * master - window.step_size * exp_avg / denominator;
+// The factors that an update window has in common. Copies: stores to the state may not alias them.
+struct Factors {
+  explicit Factors(const UpdateWindow& window)
+      : decay(window.decay), step_size(window.step_size), bias_correction2_sqrt(window.bias_correction2_sqrt), eps(window.eps) {}
+
+  const float decay, step_size, bias_correction2_sqrt, eps;
+};
+
+inline Floats new_master(const Factors& factors, Floats master, Floats exp_avg, Floats exp_avg_sq) {
+  const Floats denominator = root(exp_avg_sq) / factors.bias_correction2_sqrt + factors.eps;
+  return factors.decay * master - factors.step_size * exp_avg / denominator;
 }
 
 // Gradients in the order of the state.
@@ -91,16 +99,16 @@ struct PlainState {
   int64_t origin;
 
   void load(int64_t at, Floats* exp_avg, Floats* exp_avg_sq) const {
-    for (int i = 0; i < kVectors; ++i) {
+    each_vector<kVectors>([&](int i) {
       exp_avg[i] = Float32::load(exp_avg_ + at - origin + i * kLanes);
       exp_avg_sq[i] = Float32::load(exp_avg_sq_ + at - origin + i * kLanes);
-    }
+    });
   }
   void store(int64_t at, const Floats* exp_avg, const Floats* exp_avg_sq) {
-    for (int i = 0; i < kVectors; ++i) {
+    each_vector<kVectors>([&](int i) {
       Float32::store(exp_avg_ + at - origin + i * kLanes, exp_avg[i]);
       Float32::store(exp_avg_sq_ + at - origin + i * kLanes, exp_avg_sq[i]);
-    }
+    });
   }
   Floats master(int64_t at) const { return Float32::load(master_ + at - origin); }
   void store_master(int64_t at, Floats master) { Float32::store(master_ + at - origin, master); }
@@ -110,24 +118,27 @@ struct PlainState {
 template <class Out, class State, class Gradients>
 int64_t update_blocks(const UpdateWindow& window, State state, const Gradients& gradients, int64_t begin, int64_t end) {
   auto* const out = (typename Out::Element*)window.out;
+  const Factors factors(window);
+  const Step* const steps = window.steps;
+  const int64_t count = window.count;
   int64_t at = begin;
   for (; at + kBlock <= end; at += kBlock) {
     Floats exp_avg[kVectors], exp_avg_sq[kVectors];
     state.load(at, exp_avg, exp_avg_sq);
-    for (int64_t number = 0; number < window.count; ++number) {
-      const Step step = window.steps[number];
-      for (int i = 0; i < kVectors; ++i) {
+    for (int64_t number = 0; number < count; ++number) {
+      const Step step = steps[number];
+      each_vector<kVectors>([&](int i) {
         add_gradient(step, gradients.load(number, at + i * kLanes), exp_avg[i], exp_avg_sq[i]);
-      }
-    }
-    for (int i = 0; i < kVectors; ++i) {
-      const int64_t here = at + i * kLanes;
-      // Hazard: the new weights may overwrite those that a split master is made of. It is read first.
-      const Floats master = new_master(window, state.master(here), exp_avg[i], exp_avg_sq[i]);
-      state.store_master(here, master);
-      Out::store(out + here, master);
+      });
     }
     state.store(at, exp_avg, exp_avg_sq);
+    each_vector<kVectors>([&](int i) {
+      const int64_t here = at + i * kLanes;
+      // Hazard: the new weights may overwrite those that a split master is made of. It is read first.
+      const Floats master = new_master(factors, state.master(here), exp_avg[i], exp_avg_sq[i]);
+      state.store_master(here, master);
+      Out::store(out + here, master);
+    });
   }
   return at;
 }
@@ -135,6 +146,7 @@ int64_t update_blocks(const UpdateWindow& window, State state, const Gradients& 
 template <class Out, class Gradients>
 void update(const UpdateWindow& window, const PlainState& state, const Gradients& gradients, int64_t begin, int64_t end) {
   auto* const out = (typename Out::Element*)window.out;
+  const Factors factors(window);
   for (int64_t at = update_blocks<Out>(window, state, gradients, begin, end); at < end; at += kLanes) {
     const int count = end - at < kLanes ? (int)(end - at) : kLanes;
     const int64_t in_state = at - state.origin;
@@ -143,7 +155,7 @@ void update(const UpdateWindow& window, const PlainState& state, const Gradients
     for (int64_t number = 0; number < window.count; ++number) {
       add_gradient(window.steps[number], gradients.load_some(number, at, count), exp_avg, exp_avg_sq);
     }
-    const Floats master = new_master(window, load_some<Float32>(state.master_ + in_state, count), exp_avg, exp_avg_sq);
+    const Floats master = new_master(factors, load_some<Float32>(state.master_ + in_state, count), exp_avg, exp_avg_sq);
     store_some<Float32>(state.exp_avg_ + in_state, exp_avg, count);
     store_some<Float32>(state.exp_avg_sq_ + in_state, exp_avg_sq, count);
     store_some<Float32>(state.master_ + in_state, master, count);

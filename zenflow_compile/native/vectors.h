@@ -28,10 +28,17 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef int16_t SignedHalves __attribute__((vector_size(2 * kLanes)));
 typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
+
+// Calls `work(i)` for the vectors of an array. Unrolled before GCC decides what may be in registers: else it keeps the
+// array in memory.
+template <int kCount, class Work>
+inline void each_vector(Work work) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) work(i);
+}
 
 // ---- dtypes: how elements are loaded and stored
 
@@ -48,23 +55,38 @@ struct Float32 {
   static void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 };
 
+// GCC 12 would convert vectors of 16-bit integers in two parts.
+inline Words load_halves(const uint16_t* from) {
+#if ZENFLOW_LANES == 16
+  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif ZENFLOW_LANES == 8
+  return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  return __builtin_convertvector(loaded<Halves>(from), Words);
+#endif
+}
+
+// Stores the lower halves.
+inline void store_halves(uint16_t* to, Words values) {
+#if ZENFLOW_LANES == 16
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)values));
+#else
+  const Halves halves = __builtin_convertvector(values, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+#endif
+}
+
 // The bits of bf16 numbers, in the lower halves.
 inline Words nearest_bfloat16(Floats values) {
   const Words bits = (Words)values;
   const Words nearest_even = (bits + (((bits >> 16) & 1) + 0x7fff)) >> 16;
-  const Ints is_nan = values != values;
-  return ((Words)is_nan & 0x7fc0) | (~(Words)is_nan & nearest_even);
+  return values != values ? 0x7fc0u : nearest_even;
 }
 
 struct BFloat16 {
   using Element = uint16_t;
-  static Floats load(const uint16_t* from) {
-    return (Floats)(__builtin_convertvector(loaded<Halves>(from), Words) << 16);
-  }
-  static void store(uint16_t* to, Floats values) {
-    const Halves halves = __builtin_convertvector(nearest_bfloat16(values), Halves);
-    std::memcpy(to, &halves, sizeof halves);
-  }
+  static Floats load(const uint16_t* from) { return (Floats)(load_halves(from) << 16); }
+  static void store(uint16_t* to, Floats values) { store_halves(to, nearest_bfloat16(values)); }
 };
 
 struct Float16 {
