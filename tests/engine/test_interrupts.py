@@ -125,7 +125,7 @@ def test_interrupted_flush_recovers_from_a_state(policy: str, tmp_path: Path) ->
 
 
 def test_close_raises_after_an_interrupted_flush() -> None:
-    """An update that was flushed but never queued is reported, not lost silently."""
+    """An update that was flushed but never queued is reported with its cause, not lost silently."""
     made = [Training(None, {"policy": "zero_offload"})]
     raised = []
 
@@ -144,6 +144,9 @@ def test_close_raises_after_an_interrupted_flush() -> None:
     )
     assert raised
     assert all("host update" in str(error) or "half-way" in str(error) for error in raised)
+    never_queued = [error.__cause__ for error in raised if "before this job was queued" in str(error.__cause__)]
+    assert never_queued
+    assert all(error is not None and isinstance(error.__cause__, KeyboardInterrupt) for error in never_queued)
 
 
 def test_interrupt_in_an_updating_backward_stops() -> None:

@@ -184,9 +184,12 @@ def test_withdrawn_jobs_are_those_never_queued(pool: NativePool) -> None:
     gate = ThreadTicket()
     queued, lost = Swap(pool, gate), Swap(pool)
     pool.submit(queued)
-    pool.withdraw([queued, lost])
+    interrupt = KeyboardInterrupt()
+    pool.withdraw([queued, lost], interrupt)
     assert lost.is_settled
+    assert lost.error is not None
     assert "interrupted" in str(lost.error)
+    assert lost.error.__cause__ is interrupt
     gate.set()
     queued.wait()
     assert queued.swapped

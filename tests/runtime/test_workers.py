@@ -326,11 +326,14 @@ def test_only_jobs_never_queued_are_withdrawn() -> None:
     waiting, never = job(lambda: 0), job(lambda: 0)
     pool.submit(running, waiting)
     assert begun.wait(20)
-    pool.withdraw([running, waiting, never])
+    interrupt = KeyboardInterrupt()
+    pool.withdraw([running, waiting, never], interrupt)
     never.settle()
     with pytest.raises(RuntimeError, match="host update") as caught:
         never.wait()
+    assert caught.value.__cause__ is not None
     assert "interrupted" in str(caught.value.__cause__)
+    assert caught.value.__cause__.__cause__ is interrupt
     gate.set()
     for each in (running, waiting):
         each.wait()

@@ -43,7 +43,7 @@ def die(entry: str, *, in_flight: bool, values: bool = True) -> str:
         raised = reasons(error)
     with pytest.raises(RuntimeError) as closed:
         loop.optimizer.close()
-    assert "illegal memory access" in reasons(closed.value)
+    assert "illegal memory access" in reasons(closed.value), reasons(closed.value)
     return raised
 
 

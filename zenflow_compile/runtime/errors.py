@@ -215,6 +215,13 @@ def refuse_failed(cause: BaseException) -> NoReturn:
     ) from cause
 
 
+def never_queued(interrupt: BaseException | None) -> RuntimeError:
+    """Make the error of a job that an interrupted step did not queue, chained to the interrupt, if that is known."""
+    error = RuntimeError("the step was interrupted before this job was queued")
+    error.__cause__ = interrupt
+    return error
+
+
 def refuse_threads(error: RuntimeError) -> NoReturn:
     """Raise RuntimeError: the system starts no further thread."""
     raise RuntimeError(

@@ -429,7 +429,7 @@ class OptimizerRuntime:
         if self.failure is not None:
             # Hazard: weights in files take turns in memory. A load would wait for the job of another parameter, which
             # an interrupted step has never queued.
-            self.uploads.withdraw()
+            self.uploads.withdraw(self.failure)
         if self.order is not None:
             self.order.follow()
         ps = None if params is None else [p for param in params if (p := self.index_of(param)) is not None]
@@ -613,7 +613,7 @@ class OptimizerRuntime:
                 if self.ranks is None:
                     together = self.shards is not None and flush
                     with self.shards.ending(Call.CLOSE) if self.shards and together else nullcontext():
-                        self.uploads.finish(self.step, flush=flush)
+                        self.uploads.finish(self.step, flush=flush, interrupt=self.failure)
                 elif flush:
                     with self.ranks.ending(Call.CLOSE, self.step) as written:
                         self.uploads.finish(self.step, flush=True, written=written)

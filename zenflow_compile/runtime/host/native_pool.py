@@ -23,7 +23,7 @@ from zenflow_compile.native import library as native
 from zenflow_compile.native.library import HostJob, Record
 from zenflow_compile.runtime.device.copy_lanes import Gate, Ticket
 from zenflow_compile.runtime.device.stream_flags import Flag
-from zenflow_compile.runtime.errors import refuse_threads
+from zenflow_compile.runtime.errors import never_queued, refuse_threads
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline.events import Timeline, worker_lane
@@ -290,12 +290,12 @@ class NativePool:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._owners))
             refuse_threads(RuntimeError(os.strerror(error)))
 
-    def withdraw(self, jobs: Iterable[NativeJob]) -> None:
-        """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them."""
+    def withdraw(self, jobs: Iterable[NativeJob], interrupt: BaseException | None = None) -> None:
+        """See :meth:`Pool.withdraw`."""
         for job in jobs:
             if not (job.memory.queued or job.is_set):
                 self.failed = True
-                job.abort(RuntimeError("the step was interrupted before this job was queued"))
+                job.abort(never_queued(interrupt))
 
     def land(self) -> None:
         """Record the jobs that have ended since, and let go of their memory."""

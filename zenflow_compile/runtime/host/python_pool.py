@@ -22,7 +22,7 @@ import torch
 
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.latch import Latch
-from zenflow_compile.runtime.errors import refuse_threads
+from zenflow_compile.runtime.errors import never_queued, refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.recorder import Recorder
@@ -247,15 +247,15 @@ class PythonPool:
         for job in jobs:
             job.abort(error)
 
-    def withdraw(self, jobs: Iterable[PythonJob]) -> None:
-        """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them."""
+    def withdraw(self, jobs: Iterable[PythonJob], interrupt: BaseException | None = None) -> None:
+        """See :meth:`Pool.withdraw`."""
         with self._lock:
             # Under the lock: a job that a worker is taking is still queued, or marked as taken.
             queued = {id(entry[-1].job) for entry in self._queue}
             lost = [job for job in jobs if not (job.taken or job.done() or id(job) in queued)]
         self.failed = self.failed or bool(lost)
         for job in lost:
-            job.abort(RuntimeError("the step was interrupted before this job was queued"))
+            job.abort(never_queued(interrupt))
 
     def close(self) -> None:
         """Finish all queued jobs, then stop the threads."""

@@ -106,8 +106,12 @@ class Pool(Protocol[_Kind]):
         """
         ...
 
-    def withdraw(self, jobs: Iterable[_Kind]) -> None:
-        """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them."""
+    def withdraw(self, jobs: Iterable[_Kind], interrupt: BaseException | None = None) -> None:
+        """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them.
+
+        Args:
+            interrupt: the error of these jobs is chained to it; None if it is not known.
+        """
         ...
 
     def close(self) -> None:
@@ -156,11 +160,11 @@ class HostWorkers:
             if len(native) < len(jobs):
                 self._python.submit(*[job for job in jobs if not job.native])
 
-    def withdraw(self, jobs: Iterable[Job]) -> None:
+    def withdraw(self, jobs: Iterable[Job], interrupt: BaseException | None = None) -> None:
         """See :meth:`Pool.withdraw`."""
         jobs = list(jobs)
-        self._native.withdraw([job for job in jobs if job.native])
-        self._python.withdraw([job for job in jobs if not job.native])
+        self._native.withdraw([job for job in jobs if job.native], interrupt)
+        self._python.withdraw([job for job in jobs if not job.native], interrupt)
 
     def close(self) -> None:
         """See :meth:`Pool.close`."""

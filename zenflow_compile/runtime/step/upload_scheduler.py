@@ -151,19 +151,22 @@ class UploadScheduler:
                 with suppress(RuntimeError):  # failed work raises at the next step; loading may be the way out of it
                     self.apply(offloaded, windows)
 
-    def finish(self, now: int, *, flush: bool, written: Collection[int] = ()) -> None:
+    def finish(
+        self, now: int, *, flush: bool, written: Collection[int] = (), interrupt: BaseException | None = None
+    ) -> None:
         """Apply every update, due or not.
 
         Args:
             flush: apply the gradients in open update windows, too; these windows are empty afterwards.
             written: parameters whose weights were written on another rank, in slices that this one does not have.
+            interrupt: what ended the last step half-way, if anything did.
 
         Raises:
             RuntimeError: work in flight failed, or a weight was written or moved to another dtype or device while an
                 update of it was in flight (``LostUpdateError``, if nothing failed). The updates of the other parameters
                 were applied all the same.
         """
-        self.withdraw()
+        self.withdraw(interrupt)
         errors: list[Exception] = []
         lost: list[Exception] = []
         dropped: list[str] = []
@@ -227,10 +230,10 @@ class UploadScheduler:
         self._registry.transport.to_host.settle()
         self._registry.transport.to_device.settle()
 
-    def withdraw(self) -> None:
+    def withdraw(self, interrupt: BaseException | None = None) -> None:
         """Abort jobs that an interrupt kept from being queued, so that no thread and no lane waits for them."""
         jobs = [job for offloaded in self._registry.offloaded.values() for job in offloaded.host.jobs]
-        self._registry.transport.workers.withdraw(jobs)
+        self._registry.transport.workers.withdraw(jobs, interrupt)
 
     def _prefetch(self, now: int) -> None:
         in_flight = self._in_flight
