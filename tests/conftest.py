@@ -20,7 +20,7 @@ from zenflow_compile.runtime.device import thread_lane
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample-of-long",
-        default="4",
+        default="3",
         help='how many of the selected tests marked "long" run, or "all" (default: %(default)s)',
     )
     parser.addoption("--sample-seed", type=int, default=0, help="chooses these tests (default: %(default)s)")

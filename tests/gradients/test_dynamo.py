@@ -265,6 +265,7 @@ def while_evaluating(model: nn.Module, call: Call, optimizer: Optimizer) -> Numb
 RECOMPILING: list[Loop] = [while_away, while_consumed, zeroed_after_forward, while_dense, while_evaluating]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("dynamic", [False, None], ids=["static", "automatic"])
 @pytest.mark.parametrize("loop", RECOMPILING, ids=lambda loop: loop.__name__)
 def test_recompiled_forward_equals_adamw(loop: Loop, dynamic: bool | None) -> None:

@@ -276,6 +276,7 @@ def test_fp16_without_a_scaler() -> None:
     assert_as_adamw(run, adamw())
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("interval", INTERVALS)
 @pytest.mark.parametrize("entry", ENTRIES[:2])
 def test_resume_in_an_update_window(entry: str, interval: int, tmp_path: Path) -> None:
@@ -596,6 +597,7 @@ def test_backend_without_our_optimizer_warns() -> None:
 # The last model.
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("entry", "strategy"), [("eager", "steps"), ("eager", "epoch"), ("compiled", "steps"), ("named", "steps")]
 )

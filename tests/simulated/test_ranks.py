@@ -65,6 +65,7 @@ def every_case(options: str, model: str, habit: str, entries: list[str]) -> list
     ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_training_equals_the_cpu(ranks: RankProcesses, options: str) -> None:
     draw = random.Random(options)
@@ -107,6 +108,7 @@ def test_each_rank_gives_its_memory_back(ranks: RankProcesses, case: Case) -> No
     assert ranks.call(differing_of_rank, [case], timeout=200) == [[], []]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("options", "delays"),
     [

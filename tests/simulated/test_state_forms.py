@@ -21,6 +21,7 @@ def every_case(options: str, habit: str) -> list[Case]:
     ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("options", STATE_SETS)
 def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str) -> None:
     """A seeded draw from all habits and delays."""

@@ -32,6 +32,7 @@ def every_case(options: str, model: str, habit: str) -> list[Case]:
     ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "options", [pytest.param(name, marks=pytest.mark.long if "aten" in name else ()) for name in WEIGHT_SETS]
 )
@@ -80,6 +81,7 @@ def shows(name: str, seed: int) -> bool:
         return True
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", WEIGHT_MUTANTS)
 def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
     for seed in SEEDS:

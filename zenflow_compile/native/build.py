@@ -38,7 +38,7 @@ class BuildError(RuntimeError):
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Return the library. The first process on a kind of CPU compiles it, which takes about 2 s.
+    """Return the library. The first process on a kind of CPU compiles it, which takes about 3 s.
 
     Raises:
         BuildError: there is no compiler, it fails, or the system does not load what it made.
