@@ -19,7 +19,7 @@ HOST_PASS_BYTES = 28
 """Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
 gradient read, bf16 weights written."""
 
-CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 0.92e9, "fp8": 0.64e9}
+CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 1.2e9, "fp8": 0.72e9}
 """Most parameters/s that one core updates, by dtype of the moments. Conversion limits a core where memory bandwidth
 does not. Measured on one AVX-512 core (benchmarks/results/host_adam.json: bf16, 1 gradient)."""
 
