@@ -20,7 +20,7 @@ from zenflow_compile.runtime.device import thread_lane
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample-of-long",
-        default="3",
+        default="2",
         help='how many of the selected tests marked "long" run, or "all" (default: %(default)s)',
     )
     parser.addoption("--sample-seed", type=int, default=0, help="chooses these tests (default: %(default)s)")
@@ -53,10 +53,21 @@ def _draw_from_matrices(seed: int, items: list[pytest.Item]) -> None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, found in cases.items():
         (share,) = found[0].get_closest_marker("matrix").args  # type: ignore[union-attr]
-        kept = random.Random(f"{seed} {name}").sample(range(len(found)), -(-len(found) // share))
-        for number, item in enumerate(found):
-            if number not in kept:
-                item.add_marker(pytest.mark.long)
+        for item in _without_drawn(found, share, random.Random(f"{seed} {name}")):
+            item.add_marker(pytest.mark.long)
+
+
+def _without_drawn(items: list[pytest.Item], share: int, draw: random.Random) -> list[pytest.Item]:
+    """All but one of ``share`` cases, with each value of each argument, if there are several arguments."""
+    seen: set[tuple[str, int]] = set()
+    others = []
+    for item in draw.sample(items, len(items)):
+        arguments = item.callspec.params  # type: ignore[attr-defined]
+        values = {(name, id(value)) for name, value in arguments.items()}  # cases share the objects
+        if len(arguments) == 1 or values <= seen:
+            others.append(item)
+        seen |= values
+    return others[max(0, -(-len(items) // share) - (len(items) - len(others))) :]
 
 
 def _draw_from_long(config: pytest.Config, items: list[pytest.Item]) -> None:

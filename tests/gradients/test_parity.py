@@ -807,7 +807,6 @@ def under_compiled_autograd(model: nn.Module, call: Call, optimizer: Optimizer) 
     return values
 
 
-@pytest.mark.matrix(2)
 @both_entries
 def test_compiled_autograd_equals_adamw(entry: dict[str, Any] | None) -> None:
     compare(under_compiled_autograd, entry)

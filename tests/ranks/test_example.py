@@ -58,7 +58,6 @@ def weights_of(checkpoint: str) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.matrix(2)
 @pytest.mark.parametrize("policy", ["zero_offload", "zenflow"])
 def test_sharded_example_resumes_on_three_ranks(
     two_ranks: RankProcesses, three_ranks: RankProcesses, policy: str, tmp_path: Path

@@ -135,6 +135,7 @@ def there_and_back(
     return expected, found
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("trained", [0, 6])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", ["resident", "zenflow"])

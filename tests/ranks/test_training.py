@@ -23,6 +23,7 @@ def assert_equal_ranks(results: list[list[torch.Tensor]]) -> None:
             assert torch.equal(one, two)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
 @pytest.mark.parametrize("policy", ALL_POLICIES)
@@ -32,6 +33,7 @@ def test_two_ranks_equal_adamw(two_ranks: RankProcesses, policy: str, compiled: 
     assert difference(results[0], train(None, clip=clip)) < EXACT
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
 @pytest.mark.parametrize("name", WINDOWED)

@@ -353,7 +353,6 @@ def test_library_is_compiled_one_time(no_library: Path, monkeypatch: pytest.Monk
     assert made().name == first.name
 
 
-@pytest.mark.matrix(3)
 @pytest.mark.parametrize("damage", ["truncated", "written by all", "a link"])
 def test_library_that_is_not_ours_is_compiled_anew(no_library: Path, damage: str) -> None:
     made()

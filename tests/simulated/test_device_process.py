@@ -34,7 +34,7 @@ def _sleep(depth: int) -> None:
 
 def _sleep_beside_threads() -> None:
     """As the first of many threads, whose stack comes last."""
-    for _ in range(80):
+    for _ in range(60):
         threading.Thread(target=_sleep, args=(60,), daemon=True).start()
     time.sleep(60)
 

@@ -21,13 +21,12 @@ def every_case(options: str, habit: str) -> list[Case]:
     ]
 
 
-@pytest.mark.matrix(2)
 @pytest.mark.parametrize("options", STATE_SETS)
 def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str) -> None:
     """A seeded draw from all habits and delays."""
     draw = random.Random(options)
-    drawn = [draw.choice(every_case(options, draw.choice(HABITS))) for _ in range(2)]
-    assert simulated.call(differing, drawn, timeout=120) == []
+    drawn = draw.choice(every_case(options, draw.choice(HABITS)))
+    assert simulated.call(differing, [drawn], timeout=120) == []
 
 
 @pytest.mark.long

@@ -14,8 +14,8 @@ _STREAM = 0.8
 _DDR = "times 0.8: the share of a channel's peak that streaming reaches is an assumption; ``doctor`` measures yours"
 _ADAM = (
     0.57e9,
-    "assumption: one AVX-512 core of this project's benchmarks/results/host_adam.json (bf16, 1 gradient); "
-    "with all cores the host's memory limits first",
+    "assumption: less than half of what one AVX-512 core does alone (benchmarks/results/host_adam.json: bf16, "
+    "1 gradient); with all cores the host's memory limits first",
 )
 _PINNED_PCIE4 = (
     25e9,
@@ -134,7 +134,7 @@ _NAMED = (
         cores=(72, "NVIDIA GH200 datasheet: 72 Neoverse V2"),
         adam_per_core=(
             0.57e9,
-            "assumption: one AVX-512 core of benchmarks/results/host_adam.json; not measured on Arm",
+            "assumption: as an AVX-512 core (above); not measured on Arm",
         ),
     ),
     _machine(
@@ -186,8 +186,7 @@ _NAMED = (
         cores=(16, "assumption: Ryzen 9 5950X (AMD): 16"),
         adam_per_core=(
             0.57e9,
-            "assumption: one AVX-512 core of benchmarks/results/host_adam.json; not measured with AVX2, and 16 cores "
-            "exceed this host's memory",
+            "assumption: as an AVX-512 core (above); not measured with AVX2, and 16 cores exceed this host's memory",
         ),
         disk_read=(7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
         disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
