@@ -123,6 +123,7 @@ def run(member: Member, inner: str, *, in_backward: bool) -> Trajectory:
     return (train_in_backward if in_backward else train)(member, inner, STEPS, **OPTIONS)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["optimizer", "in_backward"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_lazy_readers_precede_updates(name: str, in_backward: bool) -> None:

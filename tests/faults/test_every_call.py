@@ -96,7 +96,7 @@ def points_of(process: SimulatedProcess, trial: Trial, count: int) -> list[int]:
     return random.Random(str(trial)).sample(range(points), min(count, points))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize(("scenario", "entry", "phase"), INTERRUPTED)
 def test_some_interrupts_are_harmless(

@@ -182,6 +182,7 @@ def results(call: Callable[..., Tensor], model: nn.Module, *, dtype: torch.dtype
     return [*found, *(each.detach() for each in outputs), *(each.grad for each in x if each.grad is not None)]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("dtype", "poisons"),
     [

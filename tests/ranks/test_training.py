@@ -33,7 +33,7 @@ def test_two_ranks_equal_adamw(two_ranks: RankProcesses, policy: str, compiled: 
     assert difference(results[0], train(None, clip=clip)) < EXACT
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
 @pytest.mark.parametrize("name", WINDOWED)

@@ -49,6 +49,7 @@ def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.slow
 @capabilities
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

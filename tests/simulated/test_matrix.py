@@ -23,7 +23,7 @@ def every_case(options: str, model: str, habit: str) -> list[Case]:
     ]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", OPTION_SETS)
 def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str, model: str) -> None:

@@ -61,7 +61,7 @@ def fill_queue(case: Case, hold_gil: bool) -> bool:
         return train(case).equals(expected)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("options", ["exact", "python workers", "files"])
 @pytest.mark.parametrize("values", [True, False], ids=["values", "no values"])
 @pytest.mark.parametrize("hold_gil", [True, False], ids=["with the GIL", "without"])
