@@ -53,12 +53,15 @@ def _draw_from_matrices(seed: int, items: list[pytest.Item]) -> None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, found in cases.items():
         (share,) = found[0].get_closest_marker("matrix").args  # type: ignore[union-attr]
-        for item in _without_drawn(found, share, random.Random(f"{seed} {name}")):
+        for item in _not_drawn(found, share, random.Random(f"{seed} {name}")):
             item.add_marker(pytest.mark.long)
 
 
-def _without_drawn(items: list[pytest.Item], share: int, draw: random.Random) -> list[pytest.Item]:
-    """All but one of ``share`` cases, with each value of each argument, if there are several arguments."""
+def _not_drawn(items: list[pytest.Item], share: int, draw: random.Random) -> list[pytest.Item]:
+    """Return the cases of one test that become long.
+
+    One case of ``share`` is drawn. If the test has several arguments, more are drawn, until each value is in one.
+    """
     seen: set[tuple[str, int]] = set()
     others = []
     for item in draw.sample(items, len(items)):

@@ -166,8 +166,8 @@ def _serve(connection: Connection, environment: dict[str, str], folder: str) -> 
 
     torch.set_num_threads(1)
     simulator = load_simulator()
-    # Hazard: the device's executor writes its dump at any time. It is asked behind the stacks, so that a dump means
-    # that they are whole.
+    # Hazard: the device's executor thread writes the dump while faulthandler writes stacks. With ``chain`` the signal
+    # requests the dump after the last stack.
     faulthandler.unregister(_DIAGNOSIS)
     simulator.dump_on_signal(_DIAGNOSIS, f"{folder}/dump")
     faulthandler.register(_DIAGNOSIS, stacks, all_threads=True, chain=True)

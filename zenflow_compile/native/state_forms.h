@@ -91,29 +91,6 @@ constexpr int kMantissa = 3, kMantissaSquare = 4;
 constexpr uint32_t kSmallestNormal = (127 - 14) << 23;  // the bits of 2^-14
 constexpr uint32_t kExponents = (127 - 15) << 23;       // from those of a code to those of fp32
 
-inline Words load_bytes(const uint8_t* from) {
-#if ZENFLOW_LANES == 16
-  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-#elif ZENFLOW_LANES == 8
-  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-  typedef uint8_t Codes __attribute__((vector_size(kLanes)));
-  return __builtin_convertvector(loaded<Codes>(from), Words);
-#endif
-}
-
-inline void store_bytes(uint8_t* to, Words values) {
-#if ZENFLOW_LANES == 16
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
-#elif ZENFLOW_LANES == 8
-  const __m256i words = (__m256i)values;
-  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(halves, halves));
-#else
-  for (int lane = 0; lane < kLanes; ++lane) to[lane] = (uint8_t)values[lane];
-#endif
-}
-
 // Of numbers in [0, 1], rounded up if the bits of `random` below a code's last one carry.
 template <int mantissa>
 inline Words code_of(Floats value, Words random) {

@@ -52,7 +52,8 @@ inline void add_gradient(const Step& step, Floats gradient, Floats& exp_avg, Flo
   exp_avg_sq = step.beta2 * exp_avg_sq + step.beta2_rest * gradient * gradient;
 }
 
-// The factors that an update window has in common. Copies: stores to the state may not alias them.
+// The factors of an update window that all of its elements share. They are copied because the compiler loads members of
+// the window again after each store, which might have changed them.
 struct Factors {
   explicit Factors(const UpdateWindow& window)
       : decay(window.decay), step_size(window.step_size), bias_correction2_sqrt(window.bias_correction2_sqrt), eps(window.eps) {}
@@ -119,7 +120,7 @@ template <class Out, class State, class Gradients>
 int64_t update_blocks(const UpdateWindow& window, State state, const Gradients& gradients, int64_t begin, int64_t end) {
   auto* const out = (typename Out::Element*)window.out;
   const Factors factors(window);
-  const Step* const steps = window.steps;
+  const Step* const steps = window.steps;  // a copy for the same reason, as the count
   const int64_t count = window.count;
   int64_t at = begin;
   for (; at + kBlock <= end; at += kBlock) {
@@ -131,6 +132,7 @@ int64_t update_blocks(const UpdateWindow& window, State state, const Gradients& 
         add_gradient(step, gradients.load(number, at + i * kLanes), exp_avg[i], exp_avg_sq[i]);
       });
     }
+    // Before the masters: the CPU converts moments while its divider works.
     state.store(at, exp_avg, exp_avg_sq);
     each_vector<kVectors>([&](int i) {
       const int64_t here = at + i * kLanes;

@@ -32,8 +32,8 @@ typedef int8_t Bytes __attribute__((vector_size(kLanes)));
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3 };
 
-// Calls `work(i)` for the vectors of an array. Unrolled before GCC decides what may be in registers: else it keeps the
-// array in memory.
+// Calls `work(i)` for each vector of an array. The loop is unrolled early: GCC keeps an array with variable indices in
+// memory, and the others in registers.
 template <int kCount, class Work>
 inline void each_vector(Work work) {
 #pragma GCC unroll 8
@@ -55,7 +55,7 @@ struct Float32 {
   static void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 };
 
-// GCC 12 would convert vectors of 16-bit integers in two parts.
+// GCC 12 would convert vectors of 16-bit integers in two parts, and those of bytes element by element.
 inline Words load_halves(const uint16_t* from) {
 #if ZENFLOW_LANES == 16
   return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
@@ -73,6 +73,30 @@ inline void store_halves(uint16_t* to, Words values) {
 #else
   const Halves halves = __builtin_convertvector(values, Halves);
   std::memcpy(to, &halves, sizeof halves);
+#endif
+}
+
+inline Words load_bytes(const uint8_t* from) {
+#if ZENFLOW_LANES == 16
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif ZENFLOW_LANES == 8
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  typedef uint8_t Codes __attribute__((vector_size(kLanes)));
+  return __builtin_convertvector(loaded<Codes>(from), Words);
+#endif
+}
+
+// Stores the lowest bytes.
+inline void store_bytes(uint8_t* to, Words values) {
+#if ZENFLOW_LANES == 16
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)values));
+#elif ZENFLOW_LANES == 8
+  const __m256i words = (__m256i)values;
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(halves, halves));
+#else
+  for (int lane = 0; lane < kLanes; ++lane) to[lane] = (uint8_t)values[lane];
 #endif
 }
 

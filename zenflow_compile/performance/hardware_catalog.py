@@ -134,7 +134,7 @@ _NAMED = (
         cores=(72, "NVIDIA GH200 datasheet: 72 Neoverse V2"),
         adam_per_core=(
             0.57e9,
-            "assumption: as an AVX-512 core (above); not measured on Arm",
+            "assumption: the value of the other hosts; not measured on Arm",
         ),
     ),
     _machine(
@@ -186,7 +186,7 @@ _NAMED = (
         cores=(16, "assumption: Ryzen 9 5950X (AMD): 16"),
         adam_per_core=(
             0.57e9,
-            "assumption: as an AVX-512 core (above); not measured with AVX2, and 16 cores exceed this host's memory",
+            "assumption: the value of the other hosts; not measured with AVX2, and 16 cores exceed this host's memory",
         ),
         disk_read=(7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
         disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
