@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.measure.this_machine import measured_hardware
+from zenflow_compile.native.storage_reads import can_refuse_reads
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
@@ -71,6 +72,8 @@ class LazyEngine:
         if given.offload_weights == "auto":
             check_room(device_of(params[0].device), given.device_memory_bytes)
         self._check_plan(params)
+        if given.overlap_step and given.policy != "resident":
+            can_refuse_reads()  # warns here if not
         self.claim = Claim(optimizer)
 
     @property

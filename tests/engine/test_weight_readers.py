@@ -19,7 +19,7 @@ import zenflow_compile as zf
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights
-from zenflow_compile.torch_internals.torch_private import reads_are_refused
+from zenflow_compile.torch_internals.torch_private import refusal_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -71,7 +71,7 @@ class Pair:
     @property
     def absent(self) -> int:
         """How many weights have no memory on the device."""
-        return sum(reads_are_refused(param.untyped_storage()) for param in self.model.parameters())
+        return sum(refusal_of(param.untyped_storage()) is not None for param in self.model.parameters())
 
     def expected(self) -> dict[str, Tensor]:
         """The weights of the other model."""

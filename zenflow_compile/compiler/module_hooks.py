@@ -9,7 +9,7 @@ modules stay and do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -96,15 +96,21 @@ def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: An
         return
     if private.backend_of(callback) == BACKEND:
         # The forward runs or is part of one of our graphs, which fetches the others later; or Dynamo has given it up.
-        engine.apply_due(module.parameters(recurse=False))
+        engine.apply_due(_read_directly(module))
         engine.hold_weights(module.parameters(recurse=False))
     else:
         engine.apply_due()
         engine.hold_weights()
 
 
-class LoadBeforeApply:
-    """``module._apply``, which moves or casts parameters: it loads them first.
+def _read_directly(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that the module's own code may read: its own, and those of its children (a tied head)."""
+    for each in (module, *module.children()):
+        yield from each.parameters(recurse=False)
+
+
+class ReadBeforeApply:
+    """``module._apply``, which moves or casts parameters: due updates are applied, and weights loaded, first.
 
     Copies and pickles of the module have the method of its class.
     """
@@ -113,9 +119,9 @@ class LoadBeforeApply:
         self._engine_id, self._module = engine_id, module
 
     @staticmethod
-    def attach(engine_id: int, module: nn.Module) -> LoadBeforeApply:
+    def attach(engine_id: int, module: nn.Module) -> ReadBeforeApply:
         """Put one in front of the module's own method."""
-        found = LoadBeforeApply(engine_id, module)
+        found = ReadBeforeApply(engine_id, module)
         module.__dict__["_apply"] = found
         return found
 
@@ -139,7 +145,9 @@ class LoadBeforeApply:
 
 
 def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
-    """Hook every module of ``roots`` that has a parameter of the engine, and the roots, which may read other modules'.
+    """Hook every module of ``roots`` that has a parameter of the engine in it, and the roots, which may read others.
+
+    The hooks run before the forward pre-hooks of users, which may read weights (``weight_norm``, observers).
 
     [Note: hooks before weights] Copies and pickles take a module's attributes in the order of its ``__dict__``. This
     moves the parameters to the end, so that they are copied after the hook, which applies due updates.
@@ -149,21 +157,19 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
     reads = ApplyBeforeForward(engine_id)
     handles: list[Removable] = []
     for root in roots:
-        for module in root.modules():
-            if module is not root and not _holds(module, engine_id):
-                continue
+        for module in (root, *_holding(root, engine_id)):
             if reads in module._forward_pre_hooks.values():
                 continue
             handles += [
-                module.register_forward_pre_hook(reads),
+                module.register_forward_pre_hook(reads, prepend=True),
                 module.register_state_dict_pre_hook(partial(_synchronize_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(partial(_apply_before_load, engine_id)),  # type: ignore[no-untyped-call]
+                ReadBeforeApply.attach(engine_id, module),
             ]
             if engine.offloaded_weights is not None:
                 handles += [
                     module.register_state_dict_post_hook(partial(_show_host_weights, engine_id)),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(partial(_release_after_load, engine_id)),  # type: ignore[no-untyped-call]
-                    LoadBeforeApply.attach(engine_id, module),
                 ]
             # Hazard: between the pop and the assignment, a forward in another thread finds no parameters.
             module.__dict__["_parameters"] = module.__dict__.pop("_parameters")
@@ -172,9 +178,20 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
         private.forget_graphs_of_others(BACKEND)
 
 
-def _holds(module: nn.Module, engine_id: int) -> bool:
-    owners = (ops.owner_of(param) for param in module.parameters(recurse=False))
-    return any(owner is not None and owner[0].id == engine_id for owner in owners)
+def _holding(root: nn.Module, engine_id: int) -> list[nn.Module]:
+    """The modules of ``root`` that have a parameter of the engine, or a module with one."""
+    found: dict[nn.Module, bool] = {}
+
+    def holds(module: nn.Module) -> bool:
+        if module not in found:
+            found[module] = False  # for modules that contain themselves
+            owners = map(ops.owner_of, module.parameters(recurse=False))
+            own = any(owner is not None and owner[0].id == engine_id for owner in owners)
+            found[module] = any([own, *map(holds, module.children())])
+        return found[module]
+
+    holds(root)
+    return [module for module, held in found.items() if held]
 
 
 def _traced(context: Any) -> None:

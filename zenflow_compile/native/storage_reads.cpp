@@ -1,4 +1,4 @@
-// Makes PyTorch raise, with a text, where code asks for the address of a storage that has no memory.
+// Makes PyTorch raise, with a text, where code asks for the address of a storage.
 //
 // Compiled with PyTorch's headers, and used by Python: only builds for CUDA have these functions in torch._C.
 
@@ -7,20 +7,35 @@
 #include <cstdint>
 #include <string>
 
+namespace {
+
+// Torch 2.11 has no method that ends the errors. Explicit instantiations may name private members.
+template <auto Throws, auto Refresh>
+struct Errors {
+  friend void end_errors(c10::StorageImpl& storage) {
+    storage.*Throws = false;
+    (storage.*Refresh)();
+  }
+};
+void end_errors(c10::StorageImpl& storage);
+template struct Errors<&c10::StorageImpl::throw_on_immutable_data_ptr_, &c10::StorageImpl::refresh_has_data_ptr_check>;
+
+}  // namespace
+
 extern "C" {
 
-// The storage is empty, and shows `bytes`: PyTorch makes views of it then, and the text is in the error of their reads.
+// PyTorch makes views of the `bytes` that the storage shows, and the text is in the error of their reads. Despite the
+// method's name the data stays.
 void zenflow_refuse_reads(void* storage, int64_t bytes, const char* text) {
   auto* impl = static_cast<c10::StorageImpl*>(storage);
   impl->set_nbytes(static_cast<size_t>(bytes));
   impl->release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(text));
 }
 
-// The storage has 0 bytes again.
-void zenflow_allow_reads(void* storage) {
+void zenflow_allow_reads(void* storage, int64_t bytes) {
   auto* impl = static_cast<c10::StorageImpl*>(storage);
-  impl->set_nbytes(static_cast<size_t>(0));
-  impl->clear_data_ptr_access_error_msg_();
+  impl->set_nbytes(static_cast<size_t>(bytes));
+  end_errors(*impl);
 }
 
 }  // extern "C"

@@ -63,7 +63,7 @@ class LocalShard(Parameter):
     def follow(self) -> None:
         """Take over the memory of the model's parameter, if that was replaced."""
         local = torch_private.local_tensor(self.sharded)
-        if local.data_ptr() != self.data_ptr() or local.dtype != self.dtype:
+        if local.dtype != self.dtype or not torch_private.same_memory(local, self):
             self.data = local.detach()
 
 

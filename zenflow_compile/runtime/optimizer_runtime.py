@@ -579,7 +579,8 @@ class OptimizerRuntime:
         # Each part may be repeated.
         # In this order: gradients that stay in ``.grad`` copy their values from host memory, which the last part frees.
         for part in (
-            partial(self._finish, flush=flush), self._release_gradients, self.weights.restore, self.registry.close,
+            partial(self._finish, flush=flush), self.uploads.allow_reads, self._release_gradients, self.weights.restore,
+            self.registry.close,
         ):  # fmt: skip
             try:
                 part()

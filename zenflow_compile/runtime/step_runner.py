@@ -226,6 +226,7 @@ class StepRunner(OptimizerRuntime):
         self.uploads.end_step(self.step, among_ranks)
         if self.weights.weights:
             self.weights.end_step()
+        self.uploads.refuse_stale_reads(self.step)
         for offloaded in self.offloaded.values():
             offloaded.uses = 0
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end

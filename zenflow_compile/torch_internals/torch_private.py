@@ -15,7 +15,7 @@ from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed
@@ -118,7 +118,7 @@ def cpp_compiler() -> str | None:
 
 
 def extension_flags() -> tuple[str, ...]:
-    """Flags for the compiler of C++ that includes headers of c10. Seen in torch 2.13."""
+    """Flags for the compiler of C++ that includes headers of c10. Seen in torch 2.11 and 2.13."""
     folder = Path(torch.__file__).parent
     return (
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),
@@ -465,54 +465,75 @@ def _is_not_shared() -> bool:
     return False
 
 
-def mark_refused(storage: torch.UntypedStorage) -> None:
+class Refusal(NamedTuple):
+    """Why PyTorch raises if code asks for the address of a storage.
+
+    Attributes:
+        nbytes: size of the storage before.
+        text: of the error, encoded. The object also tells one refusal from another.
+    """
+
+    nbytes: int
+    text: bytes
+
+
+def mark_refused(storage: torch.UntypedStorage, refusal: Refusal) -> None:
     """Note that PyTorch raises if code asks for the address of ``storage``.
 
     ``is_shared`` would end the process: its C++ code handles no errors. The Python object of a storage lives as long as
     the storage. Seen in torch 2.13.
     """
     storage.__dict__["is_shared"] = _is_not_shared
+    storage.__dict__["_refusal"] = refusal
 
 
-def unmark_refused(storage: torch.UntypedStorage) -> None:
-    """Undo ``mark_refused``. Idempotent."""
-    storage.__dict__.pop("is_shared", None)
+def unmark_refused(storage: torch.UntypedStorage) -> Refusal | None:
+    """Undo ``mark_refused``, and return why reads were refused; None: they were not."""
+    if (refusal := refusal_of(storage)) is not None:
+        del storage.__dict__["_refusal"], storage.__dict__["is_shared"]
+    return refusal
 
 
-def reads_are_refused(storage: torch.UntypedStorage) -> bool:
-    """Whether ``storage`` has no memory, and PyTorch raises if code asks for its address."""
-    return "is_shared" in storage.__dict__
+def refusal_of(storage: torch.UntypedStorage) -> Refusal | None:
+    """Why PyTorch raises if code asks for the address of ``storage``; None: it does not."""
+    refusal: Refusal | None = storage.__dict__.get("_refusal")
+    return refusal
 
 
 def address(tensor: Tensor) -> int:
     """The address of a tensor's first element; 0 if reads of it are refused."""
-    # Without a call of ``reads_are_refused``: each gradient asks.
-    return 0 if "is_shared" in tensor.untyped_storage().__dict__ else tensor.data_ptr()
+    return 0 if refusal_of(tensor.untyped_storage()) is not None else tensor.data_ptr()
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at the same place of one storage, whose address may be refused."""
+    same = storage_identity(one.untyped_storage()) == storage_identity(other.untyped_storage())
+    return same and one.storage_offset() == other.storage_offset()
 
 
 class MemoryMark:
-    """Recognizes the memory of a tensor without keeping it alive. Seen in torch 2.11 and 2.13.
+    """Recognizes the memory of a tensor without keeping it alive, or reading its address, which may be refused.
 
     An address is not enough: freed memory is soon reused for another tensor. A weak reference to the storage keeps its
-    identity from being reused.
+    identity from being reused. Seen in torch 2.11 and 2.13.
 
     Attributes:
-        address: of the tensor's first element.
+        offset: of the tensor's first element in the storage, in elements.
         storage: its ``storage_identity``.
     """
 
-    __slots__ = ("_storage", "address", "storage")
+    __slots__ = ("_storage", "offset", "storage")
 
     def __init__(self, tensor: Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self.address = address(tensor)
+        self.offset = tensor.storage_offset()
         self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.storage: int = self._storage.cdata
 
     def matches(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` begins at the same place of the same storage."""
-        return storage_identity(tensor.untyped_storage()) == self.storage and address(tensor) == self.address
+        return storage_identity(tensor.untyped_storage()) == self.storage and tensor.storage_offset() == self.offset
 
 
 def saves_tensors_elsewhere() -> bool:

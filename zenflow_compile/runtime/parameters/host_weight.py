@@ -426,10 +426,11 @@ class HostWeight:
         storage = self.param.untyped_storage()
         allow_reads(storage)
         storage.resize_(0)
-        refuse_reads(storage, self.nbytes, _REFUSED.format(self.plan.name))
+        refuse_reads(storage, self.nbytes, _REFUSED.format(self.plan.name).encode())
 
     def _store(self) -> None:
         """Copy the device's values to the host, and wait for it: not in a steady step."""
+        allow_reads(self.param.untyped_storage())
         if self._states is None:
             self.write_back()
         elif self._states.written_by_others() or self._states.host.free_upload() is None:

@@ -627,6 +627,7 @@ class OffloadedParam(IncomingGradient):
     def receive_weights(self) -> None:
         """Make the device's current stream wait for the slices that other ranks have updated."""
         if (event := self.arriving) is not None:
+            self.weights.guard.allow()
             streams = device_of(self.param.device).streams
             assert streams is not None
             with self.transport.recorder.stall(True, param=OTHER_RANKS):
@@ -636,6 +637,7 @@ class OffloadedParam(IncomingGradient):
     def apply_next(self) -> FlushedWindow:
         """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""
         recorder = self.transport.recorder
+        self.weights.guard.allow()
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
@@ -781,6 +783,7 @@ class OffloadedParam(IncomingGradient):
         """
         if not self.weights.written_by_others:
             return False
+        self.weights.guard.allow()
         self.transport.device_memory.bring_back()
         arriving, flushed_at_load = self.arriving is not None, self.weights.flushed_at_load
         self.receive_weights()
@@ -809,6 +812,7 @@ class OffloadedParam(IncomingGradient):
     def drop_updates(self) -> bool:
         """Drop the updates in flight, and re-seed the masters from the weights. Returns whether that had an effect."""
         self._wait_for_state()
+        self.weights.guard.allow()
         dropped = bool(self.host.flushed)
         self._drop_upload()
         for window in self.host.flushed:
@@ -863,6 +867,7 @@ class OffloadedParam(IncomingGradient):
             self.give_up(record)
         self._release_parts()
         self._partially_applied = None
+        self.weights.guard.allow()
         self.receive_weights()
         self._drop_upload()
         if self.pending is not None:

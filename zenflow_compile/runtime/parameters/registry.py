@@ -36,7 +36,7 @@ from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_
 from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.torch_internals.torch_private import storage_identity
+from zenflow_compile.torch_internals.torch_private import same_memory
 
 
 class ParamRegistry:
@@ -232,13 +232,7 @@ class ParamRegistry:
             RuntimeError: it has other memory.
         """
         own = self.params[index]
-        if param is own:
-            return
-        if index in self.weights.weights:  # it may have no memory now
-            other = storage_identity(param.untyped_storage()) != storage_identity(own.untyped_storage())
-        else:
-            other = param.data_ptr() != own.data_ptr()
-        if other:
+        if param is not own and not same_memory(param, own):
             raise RuntimeError(
                 f"the compiled graph has a copy of {self.plan.params[index].name} instead of the parameter; if the "
                 "model was moved or its storage replaced, create the optimizer and compile again, else report this"

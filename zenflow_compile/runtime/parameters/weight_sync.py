@@ -6,15 +6,23 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.native.storage_reads import ReadGuard
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
+from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
-from zenflow_compile.torch_internals.torch_private import address, storage_identity
+from zenflow_compile.torch_internals.torch_private import same_memory, storage_identity
+
+
+_IN_FLIGHT = (
+    "an update of {} is in flight, and code outside of the compiled graphs reads or writes the weight: do that by a call "
+    "of its module or behind optimizer.synchronize(), or create the optimizer with overlap_step=False"
+)
 
 
 class Weights:
@@ -26,6 +34,7 @@ class Weights:
             at the first step, or at the first use while an update is in flight.
         flushed_at_load: that state was flushed into these weights while it was loaded: others cannot come after it.
         home: the weight in host memory, if it may be there.
+        guard: refuses accesses while an update is due that is not applied yet.
     """
 
     def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter | None = None) -> None:
@@ -33,6 +42,7 @@ class Weights:
         self.unverified = False
         self.flushed_at_load = False
         self.home: HostWeight | None = None
+        self.guard = ReadGuard(_IN_FLIGHT.format(plan.name))
         self._plan = plan
         self._param = param
         self._whole: Tensor | None = None
@@ -41,13 +51,18 @@ class Weights:
         self._shown: Tensor | None = None  # deferred weights that an update in flight leaves behind their masters
 
     @property
+    def can_be_guarded(self) -> bool:
+        """Whether accesses to this weight alone can be refused: no other tensor is in its storage."""
+        return isinstance(self._param, LocalShard) or not self.counter.exposed
+
+    @property
     def matrix(self) -> Tensor:
         """View the parameter's memory as [rows, columns], or this rank's share of it as [slices, length].
 
         A write to it does not move the parameter's version. The device must have the weight, if it is offloaded.
         """
         whole = self._whole
-        if whole is None or address(whole) != self._param.data_ptr():  # its storage was replaced
+        if whole is None or not same_memory(whole, self._param):  # its storage was replaced
             if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
                 errors.refuse_changed(self._param, self._plan, whole.device)
             share = self._plan.share
@@ -113,7 +128,7 @@ class Weights:
         memory = mark.memory  # compared here: every forward and every step asks for every parameter
         if self.home is not None:  # each load brings another address
             return storage_identity(param.untyped_storage()) != memory.storage
-        return param.data_ptr() != memory.address or storage_identity(param.untyped_storage()) != memory.storage
+        return param.storage_offset() != memory.offset or storage_identity(param.untyped_storage()) != memory.storage
 
     def expect(self, shown: Tensor | None, *, flushed_at_load: bool) -> None:
         """Compare weights and masters when they are used next: weights and state may be loaded in any order.

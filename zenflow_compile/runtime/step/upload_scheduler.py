@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.native.storage_reads import can_refuse_reads
 from zenflow_compile.runtime.errors import LostUpdateError
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
@@ -80,7 +81,20 @@ class UploadScheduler:
         self._prefetch(now)
 
     def _is_read_without_fetch(self, offloaded: OffloadedParam) -> bool:
-        return self.read_elsewhere or offloaded.uses_unknown or offloaded.plan.blocking
+        if self.read_elsewhere or offloaded.uses_unknown or offloaded.plan.blocking:
+            return True
+        return not (offloaded.weights.can_be_guarded and can_refuse_reads())
+
+    def refuse_stale_reads(self, now: int) -> None:
+        """Have every access to a weight raise until its due update is applied, or its slices of other ranks arrive."""
+        for offloaded in self._registry.offloaded.values():
+            if offloaded.arriving is not None or (offloaded.host.flushed and offloaded.due(now)):
+                offloaded.weights.guard.refuse(offloaded.param)
+
+    def allow_reads(self) -> None:
+        """Allow accesses to all weights: no due update will be applied any more. Idempotent."""
+        for offloaded in self._registry.offloaded.values():
+            offloaded.weights.guard.allow()
 
     def _apply_next_of_ranks(self, now: int, offloaded: OffloadedParam) -> None:
         self._prefetch(now)
@@ -146,6 +160,7 @@ class UploadScheduler:
         """Apply due updates before weights are loaded, except over weights that were written elsewhere already."""
         for offloaded in self.by_deadline():
             offloaded.receive_weights()
+            offloaded.weights.guard.allow()
             windows = offloaded.due(now)
             if windows and not offloaded.weights.written_by_others:
                 with suppress(RuntimeError):  # failed work raises at the next step; loading may be the way out of it
