@@ -103,10 +103,21 @@ class Engine(StepRunner):
             errors.refuse_concurrent_backward()
         # Updates may run before ``begin_update`` does both.
         self.registry.check_groups()
+        self._compare_samples()
         if self.run_ahead is not None:
             self.run_ahead.begin_step()
         if self.backward.task is not None:
             self._drop_failed_backward(arrived)
+
+    def _compare_samples(self) -> None:
+        """Notice unseen writes before an update in this backward would undo them."""
+        self.registry.unseen_writes.compare_unfrozen()
+        for offloaded in self.offloaded.values():
+            if offloaded.weights.unverified:
+                offloaded.notice_external_write(self.step)
+            if offloaded.host.flushed:  # no forward has fetched it
+                self.uploads.apply(offloaded, offloaded.due(self.step))
+        self.registry.unseen_writes.begin_step()
 
     def _drop_failed_backward(self, arrived: int | None) -> None:
         """Drop the gradients of the backward before this one, which failed, but not the gradient that ``arrived``.

@@ -163,6 +163,15 @@ def refuse_compiled_autograd() -> NoReturn:
 # Optimizers and parameters that cannot be used any more.
 
 
+def refuse_unseen_write(name: str) -> NoReturn:
+    """Raise RuntimeError: a weight was written in a way that autograd does not see."""
+    raise RuntimeError(
+        f"{name} was written through .data, or another alias that autograd does not see, and the optimizer, whose "
+        "state has the old values, would undo that: write the parameter itself inside of torch.no_grad(), assign "
+        "param.data, or call torch.autograd.graph.increment_version(param) after the write"
+    )
+
+
 def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoReturn:
     """Raise RuntimeError: the parameter has another dtype, shape or device than at the optimizer's first use.
 

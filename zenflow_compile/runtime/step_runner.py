@@ -90,6 +90,8 @@ class StepRunner(OptimizerRuntime):
             self.streamed.check_weights()
         if self.recorder.timeline is not None:
             self.recorder.begin_phase("update")
+        if not self.in_backward:
+            self.registry.unseen_writes.compare_unfrozen()
         to_take = dict.fromkeys(untaken)
         suspect = self.registry.transport.suspect
         for offloaded in self.offloaded.values():
@@ -103,6 +105,10 @@ class StepRunner(OptimizerRuntime):
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
                 self.uploads.apply(offloaded, offloaded.due(self.step))
                 to_take[offloaded] = None  # a new selection has put its parts together again
+            if offloaded.arriving is not None:
+                offloaded.receive_weights()
+        if not self.in_backward:
+            self.registry.unseen_writes.begin_step()
         if fitting:
             self._keep_fitting(fitting)
         for offloaded in to_take:
@@ -226,6 +232,7 @@ class StepRunner(OptimizerRuntime):
         self.uploads.end_step(self.step, among_ranks)
         if self.weights.weights:
             self.weights.end_step()
+        self.registry.unseen_writes.end_step()
         self.uploads.refuse_stale_reads(self.step)
         for offloaded in self.offloaded.values():
             offloaded.uses = 0

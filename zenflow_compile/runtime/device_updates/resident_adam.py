@@ -49,7 +49,7 @@ class ResidentState:
         """Make the state of a parameter before its first gradient: in the parameter's memory layout, or in rows."""
         dtype = _state_dtype(param)
         counter = VersionCounter() if counter is None else counter
-        has_master, layout = param.dtype != dtype, torch.preserve_format
+        mastered, layout = has_master(param), torch.preserve_format
         if form.plain:
             moments = [torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2)]
         else:
@@ -60,8 +60,8 @@ class ResidentState:
             exp_avg=moments[0],
             exp_avg_sq=moments[1],
             step=torch.zeros((), dtype=torch.float32, device=param.device if form.plain else "cpu"),
-            master=param.detach().to(dtype, copy=True, memory_format=layout) if has_master else None,
-            mark=counter.mark(param) if has_master else None,
+            master=param.detach().to(dtype, copy=True, memory_format=layout) if mastered else None,
+            mark=counter.mark(param) if mastered else None,
             counter=counter,
             form=form,
         )
@@ -244,6 +244,11 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float)
     cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]
     if cast:
         torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])
+
+
+def has_master(param: Tensor) -> bool:
+    """Return whether the state of a parameter has a master, because its weights have fewer bits."""
+    return param.dtype != _state_dtype(param)
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:

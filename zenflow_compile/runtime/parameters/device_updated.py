@@ -105,6 +105,11 @@ class DeviceUpdated:
             return streamed.state if streamed.ever_updated else None
         return self.resident.states.get(self._params[index])
 
+    def compare(self, index: int) -> None:
+        """Compare the weight of parameter ``index``, which has a state, with its master at the next update."""
+        if (state := self.state(index)) is not None:
+            state.mark = None
+
     def load(self, index: int, state: ResidentState | None) -> None:
         """Put back a checkpoint's state of parameter ``index``. Raises: see :meth:`ResidentState.load`."""
         if index in self._streamed.params:

@@ -633,6 +633,8 @@ class OffloadedParam(IncomingGradient):
             with self.transport.recorder.stall(True, param=OTHER_RANKS):
                 streams.current().wait_event(event)
             self.arriving = None
+            if self.weights.sample is not None:
+                self.weights.sample.keep()
 
     def apply_next(self) -> FlushedWindow:
         """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""

@@ -21,6 +21,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device_updates.resident_adam import has_master
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.local_shard import LocalShard, given
@@ -33,6 +34,7 @@ from zenflow_compile.runtime.parameters.host_weights import HostWeights
 from zenflow_compile.runtime.parameters.moved_weights import take_host_values
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
+from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight, UnseenWrites
 from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
@@ -52,6 +54,7 @@ class ParamRegistry:
         offloaded: the parameters that the host updates, at least in part, by index.
         device_updated: the others.
         weights: those that are in host memory between their uses.
+        unseen_writes: notices writes to the others that move no version.
         gradients: shared by the offloaded parameters.
         memory: host memory, files, rings, copy lanes and workers.
     """
@@ -84,6 +87,7 @@ class ParamRegistry:
         self.weights = HostWeights(
             options.offload_weights, self.transport, device_of(device), partial(_apply_due, engine), room
         )
+        self.unseen_writes = UnseenWrites(device_of(device), recorder)
         self.device_updated = DeviceUpdated(self.streamed, self.weights, self.group_numbers, self.coefficients)
         self._options = options
         self._device = device
@@ -154,6 +158,19 @@ class ParamRegistry:
             counters[index].add(index, param)
             if index not in offloaded:
                 self.device_updated.add(plan.params[index], param, counters[index])
+            if index not in self.weights.weights:
+                self._sample(index)
+
+    def _sample(self, index: int) -> None:
+        """Notice unseen writes to the weight of parameter ``index``, if it has a master."""
+        param, updated = self.params[index], self.device_updated
+        sampled = SampledWeight(self.plan.params[index].name, param, self.counters[index])
+        if (offloaded := self.offloaded.get(index)) is not None:
+            offloaded.weights.sample = sampled
+            compare = partial(offloaded.weights.expect, None, flushed_at_load=False)
+            self.unseen_writes.add(sampled, lambda: True, compare)
+        elif has_master(param):
+            self.unseen_writes.add(sampled, lambda: updated.state(index) is not None, partial(updated.compare, index))
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not one of the parameters."""
@@ -305,6 +322,7 @@ class ParamRegistry:
         self.gradients.forget_numbers()
         self.memory.list_memory(found)
         self.device_updated.resident.list_memory(found)
+        self.unseen_writes.list_memory(found)
         for offloaded in self.offloaded.values():
             offloaded.list_memory(found)
 
@@ -315,6 +333,7 @@ class ParamRegistry:
     def abandon(self) -> None:
         """Drop everything in flight, failed work too."""
         self.weights.prefetch.drop()
+        self.unseen_writes.forget()
         for offloaded in self.offloaded.values():
             offloaded.abandon()
         self.memory.abandon()

@@ -16,12 +16,12 @@ from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
+from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight
 from zenflow_compile.torch_internals.torch_private import same_memory, storage_identity
 
-
 _IN_FLIGHT = (
-    "an update of {} is in flight, and code outside of the compiled graphs reads or writes the weight: do that by a call "
-    "of its module or behind optimizer.synchronize(), or create the optimizer with overlap_step=False"
+    "an update of {} is in flight, and code outside of the compiled graphs reads or writes the weight: do that by a "
+    "call of its module or after optimizer.synchronize(), or create the optimizer with overlap_step=False"
 )
 
 
@@ -35,6 +35,7 @@ class Weights:
         flushed_at_load: that state was flushed into these weights while it was loaded: others cannot come after it.
         home: the weight in host memory, if it may be there.
         guard: refuses accesses while an update is due that is not applied yet.
+        sample: by which writes that move no version are noticed; None without one.
     """
 
     def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter | None = None) -> None:
@@ -43,6 +44,7 @@ class Weights:
         self.flushed_at_load = False
         self.home: HostWeight | None = None
         self.guard = ReadGuard(_IN_FLIGHT.format(plan.name))
+        self.sample: SampledWeight | None = None
         self._plan = plan
         self._param = param
         self._whole: Tensor | None = None
@@ -101,6 +103,8 @@ class Weights:
         """Bump the version after the engine wrote the deferred slices."""
         bump_versions([self._param], [self.counter])
         self._shown = None
+        if self.sample is not None:
+            self.sample.keep()
 
     def put_into_slices(self) -> HostWeight | None:
         """The weight in host memory, if the upload buffer and the masters have its values from here on; else None."""

@@ -182,6 +182,7 @@ class UploadScheduler:
                 were applied all the same.
         """
         self.withdraw(interrupt)
+        self._registry.unseen_writes.accept()
         errors: list[Exception] = []
         lost: list[Exception] = []
         dropped: list[str] = []

@@ -1,0 +1,236 @@
+"""Notices writes that move no version, as those through ``.data`` do, by samples of the weights.
+
+The optimizer would undo such a write: the weight's master does not know of it. A sample has up to ``SAMPLED`` elements,
+spread over rows and columns, as they were after the optimizer's own last write. A step compares them before it writes
+again: a write to the whole weight is always noticed, and one to a random share q of its elements with probability
+1 - (1 - q)^n, with n elements in the sample.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.runtime import errors
+from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device.readback import LAG, Readback, Reading
+from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.torch_internals.torch_private import refusal_of, storage_identity
+
+SAMPLED = 32
+"""Elements of each weight's sample."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sample_of(weight: Tensor) -> Tensor:
+    """View up to ``SAMPLED`` elements of ``weight``, as integers of their size: NaN is unequal to itself.
+
+    One step between elements of dense memory goes over some rows, and 0.6 of one: so the elements are in different rows
+    and columns. In other memory they are on the diagonal.
+    """
+    bits = weight.detach().view(_INTEGERS[weight.element_size()])
+    sizes, strides = weight.shape, weight.stride()
+    count = min(SAMPLED, weight.numel())
+    if sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1 == weight.numel():
+        row = max([1, *(stride for stride in strides if stride < weight.numel())])
+        step = longest = (weight.numel() - 1) // max(1, count - 1)
+        if longest > 2 * row > 2:
+            step = (longest // row - 1) * row + int(0.618 * row)
+        first = (weight.numel() - 1 - (count - 1) * step) // 2
+    else:
+        count = min(SAMPLED, max(sizes))
+        step = sum(size // count * stride for size, stride in zip(sizes, strides, strict=True))
+        first = 0
+    return bits.as_strided((count,), (step,), weight.storage_offset() + first)
+
+
+class SampledWeight:
+    """A weight that has a master.
+
+    Args:
+        name: for the error.
+        param: in the device's memory.
+        counter: its version counter.
+    """
+
+    __slots__ = ("_counter", "_storage", "bumps", "kept", "name", "param", "sample")
+
+    def __init__(self, name: str, param: Parameter, counter: VersionCounter) -> None:
+        self.name = name
+        self.param = param
+        self.sample = sample_of(param)
+        self.kept: Tensor | None = None  # the part of the group's memory for this weight
+        self.bumps: int | None = None  # external ones, when the sample was kept; None: it was not
+        self._counter = counter
+        self._storage = storage_identity(param.untyped_storage())
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether the sample says nothing: external writes, of which versions tell, belong to other code."""
+        same = storage_identity(self.param.untyped_storage()) == self._storage
+        return not same or self.bumps != self._counter.external_bumps(self.param) or not self.param.requires_grad
+
+    def note(self) -> None:
+        """Note the version and memory of a weight whose sample is kept now."""
+        if storage_identity(self.param.untyped_storage()) != self._storage:
+            self.sample = sample_of(self.param)
+            self._storage = storage_identity(self.param.untyped_storage())
+        self.bumps = self._counter.external_bumps(self.param)
+
+    def keep(self) -> None:
+        """Keep the sample of the weight as it is now: the optimizer has written it, or other code may have."""
+        if self.kept is not None:
+            self.note()
+            self.kept.copy_(self.sample)
+
+
+class _Master(NamedTuple):
+    """What the owner of a weight's master tells.
+
+    Attributes:
+        exists: returns whether there is a master now: some are made with the first gradient.
+        compare: has the weight compared with it when that is used next.
+    """
+
+    exists: Callable[[], bool]
+    compare: Callable[[], None]
+
+
+class _Group:
+    """The samples of weights whose elements have one size, one after the other."""
+
+    def __init__(self, weights: Sequence[SampledWeight]) -> None:
+        self.weights = weights
+        sizes = [len(each.sample) for each in weights]
+        self.kept = torch.cat([each.sample for each in weights])
+        self.now = torch.empty_like(self.kept)
+        self.positions = torch.arange(1, len(self.kept) + 1, dtype=torch.float32, device=self.kept.device)
+        self._ends = [*accumulate(sizes)]
+        for weight, part in zip(weights, torch.split(self.kept, sizes), strict=True):
+            weight.kept = part
+
+    def keep(self) -> None:
+        torch.cat([each.sample for each in self.weights], out=self.kept)
+
+    def read(self) -> None:
+        torch.cat([each.sample for each in self.weights], out=self.now)
+
+    def changed_at(self) -> Tensor:
+        """f32[], the position of an element that differs, from 1; 0 if none does."""
+        return ((self.now != self.kept) * self.positions).amax()
+
+    def weight_at(self, position: float) -> SampledWeight:
+        return self.weights[bisect_left(self._ends, position)]
+
+
+class UnseenWrites:
+    """The samples of one engine's weights. Each weight is in the device's memory, and has a master, or will have."""
+
+    def __init__(self, device: Device, recorder: Recorder) -> None:
+        self._device = device
+        self._masters: dict[SampledWeight, _Master] = {}
+        self._compared: list[SampledWeight] = []
+        self._frozen: list[SampledWeight] = []
+        self._groups: list[_Group] = []
+        self._readback = Readback(1, device, recorder)
+        self._readback.grow(len(_INTEGERS))
+        self._coming: deque[tuple[list[_Group], Reading]] = deque()  # of the last steps, oldest first; at most ``LAG``
+
+    def add(self, weight: SampledWeight, has_master: Callable[[], bool], compare: Callable[[], None]) -> None:
+        """Sample a further weight.
+
+        Args:
+            has_master: returns whether its master exists now: some are made with the first gradient.
+            compare: has the weight compared with its master when that is used next.
+        """
+        self._masters[weight] = _Master(has_master, compare)
+        if not weight.param.requires_grad:
+            self._frozen.append(weight)
+
+    def compare_unfrozen(self) -> None:
+        """Have weights compared with their masters that any code may have written while they were frozen."""
+        for weight in self._frozen:
+            if weight.param.requires_grad:
+                self._masters[weight].compare()
+
+    def begin_step(self) -> None:
+        """Compare the weights with their samples, before a step writes them.
+
+        A device with streams compares without a wait, and what it found is read ``LAG`` steps later.
+
+        Raises:
+            RuntimeError: a weight was written in a way that moves no version.
+        """
+        for weight in self._compared:
+            if weight.may_differ:
+                weight.keep()
+        for row, group in enumerate(self._groups):
+            group.read()
+            if self._device.streams is not None:
+                self._readback.cell(row, 0).copy_(group.changed_at())
+            elif not torch.equal(group.now, group.kept):
+                errors.refuse_unseen_write(group.weight_at(float(group.changed_at())).name)
+        if self._device.streams is not None:
+            self._read_late()
+
+    def _read_late(self) -> None:
+        groups, reading = self._coming.popleft() if len(self._coming) == LAG else ([], None)
+        found = {} if reading is None else reading.values()  # first: the next copy may overwrite what it reads
+        self._coming.append((self._groups, self._readback.start()))
+        for (row, _), position in found.items():
+            if position:
+                errors.refuse_unseen_write(groups[row].weight_at(position).name)
+
+    def end_step(self) -> None:
+        """Keep samples after the optimizer's own writes."""
+        self._frozen = [weight for weight in self._masters if not weight.param.requires_grad]
+        compared = [each for each, master in self._masters.items() if each.param.requires_grad and master.exists()]
+        for weight in compared:
+            weight.note()
+        if compared == self._compared:
+            for group in self._groups:
+                group.keep()
+        else:
+            self._regroup(compared)
+
+    def _regroup(self, compared: list[SampledWeight]) -> None:
+        for weight in self._compared:
+            weight.kept = None
+        by_size: dict[int, list[SampledWeight]] = {}
+        for weight in compared:
+            by_size.setdefault(weight.param.element_size(), []).append(weight)
+        self._compared, self._groups = compared, [_Group(weights) for weights in by_size.values()]
+
+    def accept(self) -> None:
+        """Have weights that were written in a way that moves no version compared with their masters.
+
+        Waits for the device. Weights whose reads are refused are left out: no code can have written them.
+        """
+        for weight in self._compared:
+            readable = refusal_of(weight.param.untyped_storage()) is None and not weight.may_differ
+            if readable and weight.kept is not None and not torch.equal(weight.sample, weight.kept):
+                self._masters[weight].compare()
+
+    def forget(self) -> None:
+        """Drop all samples: a state is about to be loaded."""
+        self._coming.clear()
+        self._readback.forget()
+        for weight in self._compared:
+            weight.kept = None
+        self._compared, self._groups = [], []
+
+    def list_memory(self, found: MemoryList) -> None:
+        """Add the device's memory."""
+        self._readback.list_memory(found)
+        for group in (*self._groups, *(each for groups, _ in self._coming for each in groups)):
+            found.content(group.kept, group.positions)
+            found.scratch(group.now)
