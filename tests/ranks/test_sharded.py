@@ -88,6 +88,27 @@ def test_three_shards_equal_adamw(three_ranks: RankProcesses) -> None:
     assert difference(results[0], train(None, clip=0.1)) < EXACT
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_lone_rank_equals_adamw(one_rank: RankProcesses, policy: str, clip: float | None) -> None:
+    """FSDP2 shards over a mesh of one rank, as scripts do when they are tried on one device."""
+    (weights,) = one_rank.call(train_sharded, 1, ALL_POLICIES[policy], clip=clip)
+    assert difference(weights, train(None, clip=clip)) < EXACT
+
+
+@pytest.mark.parametrize("keywords", [{"compiled": True}, {"backwards": 3}, {"reshard_after_forward": False}])
+def test_lone_rank_trains_in_every_way(one_rank: RankProcesses, keywords: dict[str, Any]) -> None:
+    (weights,) = one_rank.call(train_sharded, 1, ALL_POLICIES["zenflow"], clip=0.1, **keywords)
+    assert difference(weights, train(None, clip=0.1, backwards=keywords.get("backwards", 1))) < EXACT
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_of_a_lone_rank_are_one_devices(one_rank: RankProcesses, name: str) -> None:
+    settings: dict[str, Any] = {"steps": 24, "clip": 0.1, "build": crosswise}
+    (weights,) = one_rank.call(train_sharded, 1, WINDOWED[name], **settings)
+    assert difference(weights, train(WINDOWED[name], **settings)) < EXACT
+
+
 def test_option_clips_by_the_norm_of_all_shards(two_ranks: RankProcesses) -> None:
     results = two_ranks.call(train_sharded, 2, {**ALL_POLICIES["zenflow"], "max_grad_norm": 0.1})
     assert difference(results[0], train(None, clip=0.1)) < EXACT

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -47,6 +52,9 @@ def save(rank: int, ranks: int, options: dict[str, Any] | None, folder: str, *, 
         optimizer.flush()
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/saved")
+    content = get_state_dict(model, optimizer, options=WHOLE)
+    if rank == 0:
+        torch.save(content, f"{folder}/whole.pt")
     steps(model, optimizer, SAVED_AT, STEPS, rank, ranks)
     return ended(model, optimizer)
 
@@ -120,6 +128,29 @@ def test_state_of_two_ranks_loads_on_three(
     assert difference(expected[0], three_ranks.call(resume, 3, ALL_POLICIES[policy], str(there))[0]) < 1e-6
     expected = three_ranks.call(save, 3, ALL_POLICIES[policy], str(back))
     assert difference(expected[0], two_ranks.call(resume, 2, ALL_POLICIES[policy], str(back))[0]) < 1e-6
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_state_of_four_ranks_loads_on_one(
+    one_rank: RankProcesses, four_ranks: RankProcesses, policy: str, tmp_path: Path
+) -> None:
+    """From ``torch.distributed.checkpoint``, and from a file with the whole state that rank 0 has written."""
+    expected = four_ranks.call(save, 4, ALL_POLICIES[policy], str(tmp_path))[0]
+    assert difference(expected, one_rank.call(resume, 1, ALL_POLICIES[policy], str(tmp_path))[0]) < 1e-6
+    assert difference(expected, one_rank.call(resume_file, ALL_POLICIES[policy], str(tmp_path))[0]) < 1e-6
+
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def resume_file(rank: int, options: dict[str, Any], folder: str) -> list[Tensor]:
+    """As ``resume``, from a file on one rank."""
+    model = sharded()
+    optimizer = optimizer_over(model, options, folder)
+    weights, state = torch.load(f"{folder}/whole.pt")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=WHOLE)
+    steps(model, optimizer, SAVED_AT, STEPS, rank, 1)
+    return ended(model, optimizer)
 
 
 RESHARDED = [name for name in WINDOWED if name != "int8"]
@@ -209,6 +240,7 @@ def closed_behind(optimizer: ZenFlowAdamW, found: list[Tensor]) -> list[Tensor]:
         ("sharded 3", "sharded 2"),
         ("sharded 2", "sharded 1"),
         ("sharded 1", "sharded 2"),
+        ("sharded 4", "sharded 1"),
         ("sharded 2", "replicated 2"),
         ("replicated 2", "sharded 2"),
         ("sharded 2", "alone 1"),
@@ -219,6 +251,7 @@ def test_no_update_is_lost_on_other_ranks(
     one_rank: RankProcesses,
     two_ranks: RankProcesses,
     three_ranks: RankProcesses,
+    four_ranks: RankProcesses,
     there: str,
     back: str,
     name: str,
@@ -226,7 +259,7 @@ def test_no_update_is_lost_on_other_ranks(
 ) -> None:
     """In the middle of windows: behind flush(), both runs have the same weights, masters and moments."""
     options = {**ALL_POLICIES, **WINDOWED}[name] | ELSEWHERE
-    runners = {"1": one_rank, "2": two_ranks, "3": three_ranks}
+    runners = {"1": one_rank, "2": two_ranks, "3": three_ranks, "4": four_ranks}
 
     def run(act: Callable[..., list[Tensor]], kind: str) -> list[Tensor]:
         if kind == "alone 1":

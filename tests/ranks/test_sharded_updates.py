@@ -119,7 +119,7 @@ def prepared(rank: int, overlap: bool, use: Callable[..., Any]) -> Any:
     """What ``use`` returns: it is called behind a step whose updates are on their way."""
     torch.manual_seed(0)
     model: Any = Stack()
-    blocks(model, mesh=init_device_mesh("cpu", (2,)))
+    blocks(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = ZenFlowAdamW(model.parameters(), **ADAM, workers=1, **EVERY_STEP, overlap_step=overlap)
     for step in range(3):
         loss_of(model, step, rank).backward()
@@ -203,10 +203,33 @@ USES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
 @pytest.mark.parametrize("use", USES)
-def test_readers_of_shards_see_updates(two_ranks: RankProcesses, use: Callable[..., Any]) -> None:
-    late, at_once = (two_ranks.call(prepared, overlap, use)[0] for overlap in (True, False))
+def test_readers_of_shards_see_updates(request: pytest.FixtureRequest, use: Callable[..., Any], ranks: str) -> None:
+    call = request.getfixturevalue(ranks).call
+    late, at_once = (call(prepared, overlap, use)[0] for overlap in (True, False))
     assert same(late, at_once)
+
+
+def streams_of_updates(rank: int, model: Any, optimizer: ZenFlowAdamW) -> set[bool]:
+    """Whether updates are applied in the stream of the forward that gathers the weights."""
+    forward, found = torch.cpu.current_stream(), set()
+    with pytest.MonkeyPatch.context() as patch:
+        apply = OptimizerRuntime.before_unshard
+
+        def recorded(*arguments: Any) -> None:
+            found.add(torch.cpu.current_stream() is forward)
+            apply(*arguments)
+
+        patch.setattr(OptimizerRuntime, "before_unshard", recorded)
+        loss_of(model, 3, rank)
+    return found
+
+
+def test_updates_are_applied_where_shards_are_read(one_rank: RankProcesses, two_ranks: RankProcesses) -> None:
+    """FSDP2 copies the shards of one rank in the forward's stream, and those of several in one that runs ahead."""
+    assert one_rank.call(prepared, True, streams_of_updates) == [{True}]
+    assert two_ranks.call(prepared, True, streams_of_updates) == [{False}, {False}]
 
 
 def on_their_way(rank: int, model: Any, optimizer: ZenFlowAdamW) -> tuple[int, list[int]]:

@@ -61,6 +61,7 @@ class OptimizerRuntime:
         closed: ``close`` has completed.
         used: a graph, a gradient or an optimizer step depends on this engine.
         in_child: this is a forked child's copy, which has neither the threads nor the host memory.
+        sharded: the parameters are those of a model that FSDP2 shards, over one rank or several.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class OptimizerRuntime:
         self.options = options
         self.in_backward = in_backward
         self.device = device
+        self.sharded = sharded
         streams = device_of(device).streams
         self.recorder = Recorder(streams)
         self.registry = ParamRegistry(
@@ -160,8 +162,7 @@ class OptimizerRuntime:
         known = len(self.params)
         self.registry.add(named, first_group)
         self.schedule.make_room(len(self.params))
-        if self.shards is not None:
-            self.keep_hooks(shard_hooks.hook_shards(self.registry.given[known:], self.id))
+        self.keep_hooks(shard_hooks.hook_shards(self.registry.given[known:], self.id))
         if self.ranks is not None:
             self.ranks.reduction.parameters_changed()
 

@@ -245,7 +245,7 @@ class StepRunner(OptimizerRuntime):
         if self.recorder.timeline is not None:
             self.recorder.end_step()
         self.recorder.step = self.step
-        if self.order is not None and self.shards is not None:
+        if self.order is not None and self.sharded:
             self.order.end_step()
 
     def show_consumed(self) -> None:

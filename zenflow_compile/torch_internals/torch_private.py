@@ -303,7 +303,7 @@ def modules_with_shards(params: Sequence[Tensor]) -> list[nn.Module]:
 
 
 class _ListenedUnshard:
-    """``FSDPParamGroup.unshard`` of one group, which calls listeners first. Seen in torch 2.13."""
+    """``FSDPParamGroup.unshard`` of one group, which calls listeners first. Seen in torch 2.11 and 2.13."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -320,6 +320,8 @@ class _ListenedUnshard:
         """The stream that copies the shards into what is sent."""
         group = self._group
         if not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # before the first forward
+            return nullcontext()
+        if group._all_gather_process_group.size() == 1:  # the gathered parameters are copies, made in this stream
             return nullcontext()
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
         context: AbstractContextManager[object] = group.device_handle.stream(stream)
