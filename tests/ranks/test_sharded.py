@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional as F
 
-from tests.ranks.models import ALL_POLICIES, WINDOWED, difference, train
-from tests.ranks.sharded import across_slices, crosswise, train_sharded
+from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, train
+from tests.ranks.sharded import across_slices, crosswise, train_sharded, whole
 from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
+from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -107,6 +110,56 @@ def test_windows_of_a_lone_rank_are_one_devices(one_rank: RankProcesses, name: s
     settings: dict[str, Any] = {"steps": 24, "clip": 0.1, "build": crosswise}
     (weights,) = one_rank.call(train_sharded, 1, WINDOWED[name], **settings)
     assert difference(weights, train(WINDOWED[name], **settings)) < EXACT
+
+
+def trained_beside_frozen(
+    rank: int, options: dict[str, Any] | None, *, given_all: bool, root: bool, **keywords: Any
+) -> list[torch.Tensor]:
+    """The weights of a model whose first layer is frozen, and a group of FSDP2 of its own.
+
+    Args:
+        given_all: the optimizer has the frozen parameters, too.
+        root: the model is a group of FSDP2, which ends a forward.
+        keywords: of ``fully_shard``.
+    """
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 66), nn.Tanh(), nn.Linear(66, 40))
+    model[0].requires_grad_(False)
+    for layer in (model[0], model[1], model[3], *([model] if root else ())):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)), **keywords)
+    params = [param for param in model.parameters() if param.requires_grad or given_all]
+    optimizer: Any = torch.optim.AdamW(params, **ADAM) if options is None else ZenFlowAdamW(params, **ADAM, **options)
+    for step in range(4):
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if options is not None:
+        optimizer.close()
+    for layer in model:
+        if isinstance(layer, FSDPModule):
+            layer.reshard()
+    return whole(model)
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize("given_all", [False, True])
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_frozen_groups_train_as_with_adamw(
+    request: pytest.FixtureRequest, ranks: str, given_all: bool, reshards: bool, root: bool
+) -> None:
+    """A frozen group has no backward that takes its gathered weights back."""
+    run = partial(
+        request.getfixturevalue(ranks).call,
+        trained_beside_frozen,
+        given_all=given_all,
+        root=root,
+        reshard_after_forward=reshards,
+    )
+    found = run(ALL_POLICIES["zenflow"])
+    assert_equal_ranks(found)
+    assert difference(found[0], run(None)[0]) < EXACT
 
 
 def test_option_clips_by_the_norm_of_all_shards(two_ranks: RankProcesses) -> None:

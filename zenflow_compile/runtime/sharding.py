@@ -56,7 +56,7 @@ def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
     """
     sharded = [param for param in params if torch_private.is_dtensor(param)]
     found = {_sharding(param): None for param in sharded}
-    if sharded and not torch_private.sharded_by_fully_shard(sharded):
+    if sharded and not {id(param) for param in sharded} <= set(map(id, torch_private.fully_sharded_params())):
         raise TypeError(
             "a parameter is a DTensor, and no module that fully_shard (FSDP2) has sharded has it, as under tensor "
             f"parallelism alone, or after the model was changed: its gradients would not be averaged; {ALTERNATIVE}"
@@ -164,7 +164,8 @@ def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:
     """
     if not params or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
-    missing, shard = {id(param) for param in params}, ""
+    # Modules hold what FSDP2 has gathered, until it takes it back.
+    missing, shard = {id(param) for param in params} - set(map(id, torch_private.fully_sharded_params())), ""
     for module in gc.get_objects():
         if not issubclass(type(module), nn.Module):  # isinstance() would run the code of lazy proxies
             continue

@@ -285,12 +285,13 @@ def _fully_sharded_groups() -> Iterator[Any]:
         yield from (group for group in groups if group is not None)
 
 
-def sharded_by_fully_shard(params: Sequence[Tensor]) -> bool:
-    """Whether ``fully_shard`` manages all of ``params``. Seen in torch 2.11 and 2.13."""
-    missing = {id(param) for param in params}
+def fully_sharded_params() -> Iterator[Tensor]:
+    """The parameters that ``fully_shard`` manages, of all models, also while modules hold gathered ones in their place.
+
+    Seen in torch 2.11 and 2.13.
+    """
     for group in _fully_sharded_groups():
-        missing -= {id(each.sharded_param) for each in group.fsdp_params}
-    return not missing
+        yield from (each.sharded_param for each in group.fsdp_params)
 
 
 def modules_with_shards(params: Sequence[Tensor]) -> list[nn.Module]:
