@@ -309,7 +309,7 @@ class Engine(StepRunner):
         """
         if isinstance(offloaded.param, LocalShard):
             return  # FSDP2 says when it gathers weights; one that stayed gathered over a step has not seen its update
-        offloaded.uses_unknown = True
+        offloaded.through_autograd = True
         in_flight = offloaded.due(self.step) or offloaded.arriving is not None
         if offloaded.returned != self.backward.task and in_flight:
             errors.refuse_stale_grad(offloaded.plan.name)

@@ -235,7 +235,8 @@ class StepRunner(OptimizerRuntime):
         self.registry.unseen_writes.end_step()
         self.uploads.refuse_stale_reads(self.step)
         for offloaded in self.offloaded.values():
-            offloaded.uses = 0
+            if offloaded.uses:
+                offloaded.announced, offloaded.uses = True, 0
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.streamed.prefetch()
         if self.run_ahead is not None:

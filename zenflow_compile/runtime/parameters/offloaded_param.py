@@ -42,6 +42,7 @@ from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradie
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
 from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
 from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
+from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
@@ -80,10 +81,10 @@ class IncomingGradient(ShownGradient):
 
     Attributes:
         arrival: see :class:`Arrival`.
-        uses_unknown: a contribution came through autograd, so code without a fetch reads the weight: its updates are
-            applied inside ``step()``.
+        through_autograd: a contribution came through autograd, so code without a fetch reads the weight.
         returned: number of the last backward in which a compiled graph returned its gradient to autograd.
-        uses: how often graphs were about to read the parameter since the last optimizer step.
+        uses: how often the engine was told of a read of the weight since the last optimizer step: by a graph, or FSDP2.
+        announced: the engine was told of one before that step. FSDP2 tells of every read.
         accumulate_node: the parameter's node of autograd.
         pending: the deferred gradient, where that stays on the device until it is final.
     """
@@ -102,9 +103,10 @@ class IncomingGradient(ShownGradient):
         self.device = device
         self.transport = transport
         self.arrival = Arrival.UNKNOWN
-        self.uses_unknown = False
+        self.through_autograd = False
         self.returned: int | None = None
         self.uses = 0
+        self.announced = isinstance(param, LocalShard)
         self.accumulate_node = torch_private.accumulate_grad_node(param)
         self.pending = PendingGradient(plan, param.device, gradients.scales) if plan.keeps_gradient else None
         self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
@@ -253,7 +255,7 @@ class IncomingGradient(ShownGradient):
         """
         record = self.look()
         if record is None and (grad := self._grad_of_user()) is not None:
-            self.uses_unknown = self.uses_unknown or self.uses == 0
+            self.through_autograd = self.through_autograd or self.uses == 0
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
             record = GradientRecord(self._like, self._me)
             matrix, share = self.matrix_of(values), self.plan.share
@@ -515,7 +517,7 @@ class OffloadedParam(IncomingGradient):
         if (record := self.record) is not None:
             record.state = GradientState.CONSUMED
         if self.arrival is not Arrival.IN_PIECES:
-            whole = record is not None and record.contributions == 1 and not self.uses_unknown
+            whole = record is not None and record.contributions == 1 and not self.through_autograd
             self.arrival = Arrival.WHOLE if whole else Arrival.UNKNOWN
         if self._staged is not None or self._copy is not None or self.pending is not None:
             self._release_parts()

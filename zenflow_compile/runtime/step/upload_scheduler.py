@@ -81,7 +81,10 @@ class UploadScheduler:
         self._prefetch(now)
 
     def _is_read_without_fetch(self, offloaded: OffloadedParam) -> bool:
-        if self.read_elsewhere or offloaded.uses_unknown or offloaded.plan.blocking:
+        if self.read_elsewhere or offloaded.through_autograd or offloaded.plan.blocking:
+            return True
+        # An update window that was loaded may be due before any use in this process tells who reads the weight.
+        if not (offloaded.announced or offloaded.uses):
             return True
         return not (offloaded.weights.can_be_guarded and can_refuse_reads())
 
