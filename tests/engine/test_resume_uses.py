@@ -57,9 +57,27 @@ def skips(place: int) -> Sequence[bool]:
     return [place != 0]
 
 
+def counts(place: int) -> Sequence[bool]:
+    """Two micro-batches before the checkpoint, and then one."""
+    return [True] * (2 if place < 0 else 1)
+
+
+def sometimes(place: int) -> Sequence[bool]:
+    """Both micro-batches use the expert before the checkpoint, and then one of them in turn."""
+    return [True, True] if place < 0 else [place % 2 == 0, place % 2 == 1]
+
+
+def grows(place: int) -> Sequence[bool]:
+    """One micro-batch before the checkpoint, and then one, two, three, ..."""
+    return [True] * max(1, 1 + place)
+
+
 CASES = {
     "skips": Case(skips),
     "skips, evaluates": Case(skips, evaluates=True),
+    "counts": Case(counts),
+    "sometimes": Case(sometimes),
+    "grows": Case(grows),
 }
 POLICIES = {
     **settings("windows", "zero_offload", "twinflow", "resident", "streamed", "stale_windows", "summed"),

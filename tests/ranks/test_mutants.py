@@ -40,7 +40,7 @@ def _own_norms(self: GradientReduction) -> None:
     """Each rank clips by the norm of its own shares."""
     for offloaded in self._registry.offloaded.values():
         if offloaded.record is not None and offloaded.record.state.away:
-            offloaded.record.norm = offloaded.squared_norm().sqrt()
+            offloaded.record.norm = offloaded.squared_norms.sum().sqrt()
 
 
 def _first_selection(self: WeightGather, offloaded: OffloadedParam) -> bool:

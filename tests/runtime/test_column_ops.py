@@ -65,6 +65,7 @@ def test_split_norms_and_unsplit(
     assert norms.dtype == torch.float32
     torch.testing.assert_close(norms, matrix.double().square().sum(1 - dim).float())
     assert torch.equal(norms, norms_of(matrix, dim))
+    assert torch.equal(norms, column_ops.column_norms(matrix, dim))
     rebuilt = torch.empty_like(matrix)
     column_ops.unsplit_columns(rebuilt, dim, selection, selected, deferred)
     assert torch.equal(rebuilt, matrix)

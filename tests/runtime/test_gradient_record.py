@@ -65,6 +65,9 @@ class Source:
     def norm_of(self, record: GradientRecord) -> Tensor | None:
         return self.norm
 
+    def norm_of_values(self, values: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(values)
+
     def give_up(self, record: GradientRecord) -> None:
         self.given_up.append(record.state)
 

@@ -90,6 +90,7 @@ def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, f
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
     torch.testing.assert_close(norms, column_ops.reference_column_norms(matrix, dim))
+    assert torch.equal(norms, triton_kernels.column_norms(matrix, dim))
 
     got = blocks_like(matrix, dim, selection)
     assert torch.equal(norms, triton_kernels.norms_and_split(matrix, dim, selection, *got))

@@ -48,13 +48,37 @@ def norms_and_split(
         selected_out, deferred_out: contiguous, of the matrix's dtype.
 
     Returns:
-        Squared L2 norm of every slice, f32[slices], accumulated in fp32 in an order that depends on the shape alone.
+        The ``column_norms``.
     """
     if (kernels := _kernels(matrix.device)) is not None:
         norms: Tensor = kernels.norms_and_split(matrix, dim, selection, selected_out, deferred_out)
         return norms
     reference_split_columns(matrix, dim, selection, selected_out, deferred_out)
     return reference_column_norms(matrix, dim)
+
+
+def column_norms(matrix: Tensor, dim: int) -> Tensor:
+    """Return the squared L2 norm of every slice: f32[slices], accumulated in fp32.
+
+    The order of the sums depends on the shape, and on whether the elements of a row or those of a column are adjacent.
+    """
+    if (kernels := _kernels(matrix.device)) is not None:
+        norms: Tensor = kernels.column_norms(matrix, dim)
+        return norms
+    return reference_column_norms(matrix, dim)
+
+
+def norms_of_slices(squared_norms: Sequence[Tensor]) -> list[Tensor]:
+    """Return the L2 norm f32[] of each matrix from its ``column_norms``, in few operators for all of them.
+
+    [Note: order of a norm] Clipping passes the last bit of a norm on to the weights. So a norm depends on the values of
+    the gradient alone, and not on what no state dict has: whether it has arrived in one piece, was split, or became
+    dense. It is the root of a sum in the order of the slices, of the sums of squares in each slice, which
+    ``column_norms`` adds up in an order that follows from the shape.
+    """
+    norms = list(torch._foreach_norm(list(squared_norms), 1))  # squares are not negative: this is their sum
+    torch._foreach_sqrt_(norms)
+    return norms
 
 
 def unsplit_columns(
@@ -222,7 +246,7 @@ def bounded_batches(items: Sequence[_T], elements: Sequence[int], limit: int) ->
 
 
 def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
-    """The norms of :func:`norms_and_split` in PyTorch."""
+    """:func:`column_norms` in PyTorch."""
     if matrix.stride(1) != 1:
         matrix, dim = row_major(matrix, dim)
     if matrix.numel() <= _SQUARES_ELEMENTS:

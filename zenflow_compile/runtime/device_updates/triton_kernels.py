@@ -45,10 +45,11 @@ if TYPE_CHECKING:
 
     def _jit(function: Callable[..., None]) -> Any: ...
 
-    _jit_for_any_step = _jit
+    _jit_for_any_step = _jit_for_any_k = _jit
 else:
     _jit = triton.jit
     _jit_for_any_step = triton.jit(do_not_specialize=["step"])  # else it is compiled anew at some steps
+    _jit_for_any_k = triton.jit(do_not_specialize=["k"])  # else norms without a split come from other machine code
 
 _BLOCK_SLICES = 64
 _BLOCK_LENGTH = 64
@@ -66,7 +67,7 @@ _BLOCK_STRIPS = 16  # partial sums of a slice that are read at a time
 _QUANTIZED_ELEMENTS = 1024  # of one program at a time: 8 of each thread
 
 
-@_jit
+@_jit_for_any_k
 def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     matrix,
     stride_row,
@@ -86,6 +87,7 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     """A strip of BLOCK_SLICES slices by TILES * BLOCK_LENGTH elements: into the blocks, and its sums into ``partials``.
 
     partials: f32[strips along the length, slices]; every program owns its elements, so no atomics are needed.
+    A slice whose position is none is in neither block.
     """
     slice_blocks = tl.cdiv(slices, BLOCK_SLICES)
     strip = tl.program_id(0) // slice_blocks
@@ -95,7 +97,7 @@ def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
     selected_row = place.to(tl.int64) * length
     deferred_row = (place - k).to(tl.int64) * length
     is_selected = is_slice & (place < k)
-    is_deferred = is_slice & (place >= k)
+    is_deferred = is_slice & (place >= k) & (place < slices)
     sums = tl.zeros([BLOCK_SLICES], dtype=tl.float32)
     for tile in range(TILES):
         element = (strip * TILES + tile) * BLOCK_LENGTH + tl.arange(0, BLOCK_LENGTH)
@@ -439,6 +441,20 @@ def norms_and_split(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> Tensor:
     """See ``column_ops.norms_and_split``."""
+    return _norms(matrix, dim, selection.position, selection.selected.numel(), selected_out, deferred_out)
+
+
+def column_norms(matrix: Tensor, dim: int) -> Tensor:
+    """See ``column_ops.column_norms``. The kernel of the split adds up the squares, in the same order, and splits off
+    nothing.
+    """
+    slices, nothing = matrix.shape[dim], matrix.new_empty(0)
+    nowhere = torch.full((slices,), slices, dtype=torch.int32, device=matrix.device)
+    return _norms(matrix, dim, nowhere, 0, nothing, nothing)
+
+
+def _norms(matrix: Tensor, dim: int, position: Tensor, k: int, selected_out: Tensor, deferred_out: Tensor) -> Tensor:
+    """Launch the split. Returns the norms."""
     matrix, dim = row_major(matrix, dim)
     slices, length = matrix.shape[dim], matrix.shape[1 - dim]
     block_slices, tiles = _split_shape(slices, length, matrix.element_size())
@@ -451,13 +467,13 @@ def norms_and_split(
         _norms_and_split_kernel[(strips * triton.cdiv(slices, block_slices),)](
             matrix,
             *matrix.stride(),
-            selection.position,
+            position,
             selected_out,
             deferred_out,
             partials,
             slices,
             length,
-            selection.selected.numel(),
+            k,
             DIM=dim,
             TILES=tiles,
             BLOCK_SLICES=block_slices,

@@ -16,6 +16,7 @@ from torch import Tensor
 import zenflow_compile
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device_updates.column_ops import norms_of_slices
 from zenflow_compile.runtime.gradients.factors import Factors
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.window_sum import Scales
@@ -36,7 +37,7 @@ class SplitGradient(Protocol):
     def record(self) -> GradientRecord | None: ...
     @property
     def squared_norms(self) -> Tensor:
-        """f32[slices], of the gradient that was split last."""
+        """f32[slices], of the gradient without factors."""
         ...
 
 
@@ -82,8 +83,7 @@ class Gradients:
                 records.append(record)
                 squared_norms.append(param.squared_norms)
         if records:
-            norms = torch._foreach_norm(squared_norms, 1)  # squares are not negative: this is their sum
-            torch._foreach_sqrt_(norms)
+            norms = norms_of_slices(squared_norms)
             for record, norm, spare in zip(records, torch.stack(norms).unbind(), norms, strict=True):
                 record.norm, record.spare = norm, (norm, spare)
 

@@ -72,6 +72,10 @@ class GradientSource(Protocol):
         """f32[], L2 norm of the gradient without its factors; None if it was overwritten."""
         ...
 
+    def norm_of_values(self, values: Tensor) -> Tensor:
+        """f32[], L2 norm of a dense gradient, the same bits as before it became dense."""
+        ...
+
     def give_up(self, record: GradientRecord) -> None:
         """Free the parts of a gradient that is no longer the engine's."""
         ...
@@ -189,7 +193,10 @@ class GradientRecord:
         """
         dtype, state = dtype or self.like.dtype, self.state
         if state is GradientState.DENSE:
-            dense: Tensor = torch.linalg.vector_norm(self.read(), dtype=dtype)
+            values, source = self.read(), self._source()
+            if source is not None:
+                return source.norm_of_values(values).to(dtype)
+            dense: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
             return dense
         if state is GradientState.ZERO:
             norm = torch.zeros((), device=self.like.device)

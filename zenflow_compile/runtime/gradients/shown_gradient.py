@@ -55,6 +55,10 @@ class ShownGradient(ABC):
     def norm_of(self, record: GradientRecord) -> Tensor | None:
         """See :meth:`GradientSource.norm_of`."""
 
+    @abstractmethod
+    def norm_of_values(self, values: Tensor) -> Tensor:
+        """See :meth:`GradientSource.norm_of_values`."""
+
     @property
     def state(self) -> GradientState | None:
         """The state of the engine's gradient; None without one."""

@@ -146,7 +146,7 @@ class IncomingGradient(ShownGradient):
         if split_now:
             self._split(matrix)
         else:
-            self._accumulator_like(matrix).copy_(matrix)
+            self._sum().copy_(matrix)
         self._show(record, shown, _PARTS if split_now else _ON_DEVICE)
 
     def receive_share(self, share: Tensor) -> None:
@@ -205,7 +205,7 @@ class IncomingGradient(ShownGradient):
         if record.state.away:
             self._add(record, matrix)
             if split_now and self.arrival is not Arrival.IN_PIECES:
-                self._split(self._accumulator_like(matrix))
+                self._split(self._sum())
                 # Last: until here an interrupt leaves a valid gradient, in the accumulator.
                 record.state = _PARTS
         elif self._gradients.visible:
@@ -218,7 +218,10 @@ class IncomingGradient(ShownGradient):
             )
 
     def matrix_of(self, grad: Tensor) -> Tensor:
-        """View a contribution as [rows, columns].
+        """View a contribution as [rows, columns], or copy it where the elements of its rows are not adjacent.
+
+        The parameter's are, and autograd, too, leaves gradients in ``.grad`` in that layout. Another one would give the
+        norm other bits: see [Note: order of a norm].
 
         Raises:
             TypeError: the gradient is sparse, or of another dtype than the parameter had at construction.
@@ -231,14 +234,16 @@ class IncomingGradient(ShownGradient):
         if grad.shape != self._like.shape:  # the kernels would read past its end: [Note: unchecked blocks]
             errors.refuse_other_shape(self.plan.name, grad.shape, self._like.shape)
         matrix = grad.detach() if grad.requires_grad else grad
-        return matrix if matrix.dim() == 2 else matrix.reshape(matrix.shape[0], -1)
+        if matrix.dim() != 2:
+            matrix = matrix.reshape(matrix.shape[0], -1)
+        return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
     def _add(self, record: GradientRecord, matrix: Tensor) -> None:
         """Add a further contribution."""
         if record.state is _PARTS:
             self.arrival = Arrival.IN_PIECES
             self._rebuild(record)
-        accumulator = self._accumulator_like(matrix)
+        accumulator = self._sum()
         factor = record.factor
         if not isinstance(factor, float) or factor != 1.0:
             multiply_(accumulator, factor)  # the factor belongs to the sum so far, not to the new contribution
@@ -262,7 +267,7 @@ class IncomingGradient(ShownGradient):
             if share is None:
                 self._split(matrix)
             else:  # the whole gradient is here, on each rank
-                record.norm = torch.linalg.vector_norm(matrix, dtype=torch.float32)
+                record.norm = self.norm_of_values(matrix)
                 self._split(share.view(matrix))
             self.record, record.state, record.contributions = record, _PARTS, 1
             if not self._gradients.visible:
@@ -312,7 +317,9 @@ class IncomingGradient(ShownGradient):
 
     @property
     def squared_norms(self) -> Tensor:
-        """f32[slices], of the gradient that was split last."""
+        """f32[slices], of the gradient without factors; of this rank's share, if there are several."""
+        if self.state is _ON_DEVICE:
+            return column_ops.column_norms(self._sum(), self.plan.dim)
         return self.device.norms
 
     # 3. Copy.
@@ -371,14 +378,9 @@ class IncomingGradient(ShownGradient):
 
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
-        if self._accumulator is None:
-            like = torch.empty(self.plan.shape, dtype=self._like.dtype, device=self._like.device)
-            self._accumulator = like.view(self.plan.shape[0], -1)
-        self._assemble(self._accumulator, record)
+        self._assemble(self._sum(), record)
         # Before the parts are released: parts that an interrupt leaves behind are released by the next split.
         record.state = _ON_DEVICE
-        if self.plan.share is None:  # else the norm came with the last backward, and no other message will bring it
-            record.norm = None
         self._release_parts()
 
     def _assemble(self, target: Tensor, record: GradientRecord) -> None:
@@ -397,9 +399,12 @@ class IncomingGradient(ShownGradient):
             deferred_in = self.device.gradient.new_empty((0, self.plan.length))
         column_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, deferred_in)
 
-    def _accumulator_like(self, matrix: Tensor) -> Tensor:
+    def _sum(self) -> Tensor:
+        """The contributions so far, or memory for them."""
         if self._accumulator is None:
-            self._accumulator = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+            plan = self.plan
+            shape = (plan.slices, plan.length) if plan.dim == 0 else (plan.length, plan.slices)
+            self._accumulator = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
         return self._accumulator
 
     def values_of(self, record: GradientRecord) -> Tensor:
@@ -437,14 +442,6 @@ class IncomingGradient(ShownGradient):
         else:
             self._assemble(target, record)
 
-    def squared_norm(self) -> Tensor:
-        """f32[], of the gradient without factors; of this rank's share, if there are several."""
-        if self.state is _ON_DEVICE:
-            assert self._accumulator is not None
-            norm: Tensor = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
-            return norm.square()
-        return self.device.norms.sum()
-
     @property
     def factors(self) -> Factors:
         """See :class:`Gradients`. The caller multiplies factors, which may be in the device's memory."""
@@ -462,11 +459,16 @@ class IncomingGradient(ShownGradient):
             if self.plan.share is not None:
                 errors.refuse_partial_gradient(self.plan.name)
             if record.state is _ON_DEVICE:
-                assert self._accumulator is not None
-                record.norm = torch.linalg.vector_norm(self._accumulator, dtype=torch.float32)
+                (record.norm,) = column_ops.norms_of_slices([self.squared_norms])
             else:
                 self._gradients.measure()
         return record.norm
+
+    def norm_of_values(self, values: Tensor) -> Tensor:
+        """f32[], L2 norm of a dense gradient, the same bits as before it became dense."""
+        plan, matrix = self.plan if self.plan.share is None else self.plan.share.whole, values.reshape(len(values), -1)
+        (norm,) = column_ops.norms_of_slices([column_ops.column_norms(matrix.contiguous(), plan.dim)])
+        return norm
 
 
 class OffloadedParam(IncomingGradient):

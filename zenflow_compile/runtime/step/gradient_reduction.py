@@ -366,8 +366,12 @@ class GradientReduction:
         if not found:
             return
         zero = torch.zeros((), device=self._device)
+        shares = [each.plan.share for each, _ in found]
         squares = torch.stack(
-            [each.squared_norm() if each.plan.share and each.plan.share.first_holder else zero for each, _ in found]
+            [
+                each.squared_norms.sum() if share and share.first_holder else zero
+                for (each, _), share in zip(found, shares, strict=True)
+            ]
         )
         norms = self._group.all_reduce(squares).wait("the norms of the gradients").sqrt_()
         for (_, record), norm in zip(found, norms.unbind(), strict=True):
