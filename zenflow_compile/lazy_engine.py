@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.native.storage_reads import can_refuse_reads
 from zenflow_compile.options.options import Options
@@ -37,15 +40,17 @@ class LazyEngine:
     Wrappers that copy or share the optimizer's attributes (Lightning's, Fabric's) share this object, so all of them use
     the same engine.
 
+    A parameter has one optimizer. A later one takes it over: the earlier one applies what it has, and ends.
+
     Args:
-        optimizer: its groups are checked against a plan. Its parameters must not be claimed yet.
+        optimizer: its groups are checked against a plan, and its parameters are claimed.
         given: the options as the user gave them.
         backward_ended: called with the optimizer after each backward.
         ranks: that divide the parameters; None: this process trains alone.
 
     Raises:
         ValueError: an option or the plan cannot work; see ``existing_directory``, ``worker_cores`` and
-            ``checked_plan``.
+            ``checked_plan``. Nothing has been changed then.
 
     Attributes:
         claim: on the optimizer's parameters.
@@ -58,7 +63,7 @@ class LazyEngine:
         self.built: Engine | None = None
         self._ranks = ranks
         self._alone = optimizer._trains_alone
-        self._closed = False
+        self._closed = self._taken_over = False
         self._given = self._options = given
         self._updating_in_backward = optimizer._steps_in_backward
         self._backward_ended = backward_ended
@@ -71,10 +76,12 @@ class LazyEngine:
         _check_offloaded_weights(given, alone=ranks is None)
         if given.offload_weights == "auto":
             check_room(device_of(params[0].device), given.device_memory_bytes)
-        self._check_plan(params)
+        earlier = _owners_of(params)
+        self._check_plan(params, freed=sum(each.host_bytes for each in earlier))
         if given.overlap_step and given.policy != "resident":
             can_refuse_reads()  # warns here if not
         self.claim = Claim(optimizer)
+        self._claim(params, earlier)
 
     @property
     def options(self) -> Options:
@@ -100,12 +107,22 @@ class LazyEngine:
         """Whether ``close()`` was called, or an error has closed the engine."""
         return self._closed or (self.built is not None and self.built.closed)
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that ends with the engine; 0 before it is built."""
+        return 0 if self.built is None or self.is_closed else self.built.registry.host_bytes
+
     def check_open(self) -> None:
         """Refuse the use of a closed optimizer.
 
         Raises:
             RuntimeError: the optimizer is closed.
         """
+        if self._taken_over:
+            raise RuntimeError(
+                "this ZenFlowAdamW has ended: another one, created later, has taken parameters of it over; go on with "
+                "that one, or, to train with both, give each parameter to one of them and create both anew"
+            )
         if self.is_closed:
             raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
 
@@ -121,18 +138,63 @@ class LazyEngine:
         """
         claimed = len(self.claim.params)
         self._calls.append(len(self._groups))
+        earlier = _owners_of(params)
+        freed = sum(each.host_bytes for each in earlier)
         try:
-            self.claim.add(params)
+            named = _named(self._groups)[-1:]
             if engine is None:
-                self._check_plan(self.claim.params)
+                self._check_plan([*self.claim.params, *params], freed=freed)
             else:
+                engine.registry.plan_with(named, freed=freed)
+            self._claim(params, earlier)
+            if engine is not None:
                 if self._ranks is not None:
                     agreed(self._ranks, self._given, engine.options, self._groups, self.claim.params)
-                engine.add_params(_named(self._groups)[-1:], len(self._groups) - 1)
+                engine.add_params(named, len(self._groups) - 1)
         except BaseException:
             self._calls.pop()
             self.claim.keep(claimed)
             raise
+
+    def _claim(self, params: Sequence[Parameter], earlier: Sequence[LazyEngine]) -> None:
+        """Claim ``params``, which ``earlier`` optimizers give up; one warning says so.
+
+        Of several ranks, all do it in the same order: these end together.
+        """
+        if earlier:
+            lost = [error for each in earlier if (error := each._give_up()) is not None]
+            warnings.warn(_takeover_text(len(earlier), lost), stacklevel=user_stacklevel())
+        self.claim.add(params)
+
+    def _give_up(self) -> BaseException | None:
+        """End for an optimizer that takes parameters of this one over: apply update windows, and all updates.
+
+        Gradients that no step has used stay in ``.grad``.
+
+        Returns:
+            What has failed, now or earlier: updates are lost then.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for what ``offload_all`` has moved. Nothing has been changed.
+        """
+        lost: BaseException | None = None
+        if (engine := self.built) is not None and not self._closed:
+            try:
+                engine.reload_all()
+                engine.registry.release_gradients(keep=True)  # close() of one of several ranks could not wait for them
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                lost = error.__cause__ or error
+        try:
+            self.close(flush=True)
+        except Exception as error:
+            lost = lost or error
+        self._taken_over = True
+        if engine is not None and engine.in_child:  # close() leaves both to the parent
+            ops.unregister_engine(engine.id)
+            self.claim.release()
+        return lost
 
     def close(self, *, flush: bool) -> None:
         """Close the engine, if it was built, and release the claim. See ``Engine.close``."""
@@ -162,7 +224,9 @@ class LazyEngine:
         with suppress(Exception):
             # The garbage collector may run in a worker, which cannot join itself.
             if engine.registry.runs(threading.current_thread()):
-                threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close").start()
+                closing = threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close")
+                self.claim.closing = closing
+                closing.start()
             else:
                 engine.close(flush=False)
 
@@ -176,7 +240,6 @@ class LazyEngine:
             self.built.detach()
             self.built.close(flush=False)
             self.built = None
-            ops.register_claim(self.claim)
         named = _named(self._groups)
         device = self.claim.params[0].device
         refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
@@ -204,12 +267,15 @@ class LazyEngine:
         self.claim.listen()
         engine.attach(self.claim, self._backward_ended)
         self.built = engine
-        ops.unregister_claim(self.claim)
         record_new_engine(engine)
         return engine
 
-    def _check_plan(self, params: Sequence[Parameter]) -> None:
-        """Plan ``params`` and drop the plan, so that construction raises every error that needs no allocation."""
+    def _check_plan(self, params: Sequence[Parameter], *, freed: int) -> None:
+        """Plan ``params`` and drop the plan, so that construction raises every error that needs no allocation.
+
+        Args:
+            freed: host memory of optimizers that end before this one allocates.
+        """
         if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
             existing_directory(self._options.nvme_path)
         if _chosen_by_model(self._options):
@@ -222,7 +288,32 @@ class LazyEngine:
         for first, stop in pairwise((0, *self._calls)):
             new = [pair for group in named[first:stop] for pair in group]
             upto = [local_part(param) for param in params[: len(plan.params) + len(new)]]
-            plan = checked_plan(plan, upto, new, self._options, processes=local_ranks().size)
+            plan = checked_plan(plan, upto, new, self._options, freed=freed, processes=local_ranks().size)
+
+
+def _owners_of(params: Sequence[Tensor]) -> list[LazyEngine]:
+    """The optimizers that own some of ``params`` and are referred to, in the order of ``params``."""
+    if ops.claims_of(params):
+        gc.collect()  # trainers and schedulers keep optimizers that nothing else refers to in reference cycles
+    claims = cast("list[Claim]", ops.claims_of(params))
+    for claim in claims:
+        if claim.closing is not None:
+            claim.closing.join()  # until then it writes the weights
+    return [claim.optimizer._lazy_engine for claim in claims if claim.optimizer is not None]
+
+
+def _takeover_text(optimizers: int, lost: Sequence[BaseException]) -> str:
+    others = "an earlier one, which raises" if optimizers == 1 else f"{optimizers} earlier ones, which raise"
+    outcome = "As in close(), open update windows were flushed"
+    if lost:
+        outcome = (
+            f"Updates are lost ({type(lost[0]).__name__}: {lost[0]}): load the last saved weights, unless they were "
+            "loaded since"
+        )
+    return (
+        f"this ZenFlowAdamW takes over parameters of {others} from now on. {outcome}. To train with both, give each "
+        "parameter to one of them; without this warning, call close() on the earlier one first"
+    )
 
 
 def check_devices(params: Sequence[Tensor], device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -22,7 +21,6 @@ from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.lazy_engine import LazyEngine, check_devices
 from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import warn_of_unread
-from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.checkpoint import save_load
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
@@ -54,6 +52,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     without memory, which PyTorch's clipping, ``GradScaler`` and hooks see like any other. Its values are gone after
     ``step()`` has consumed it.
 
+    A parameter has one optimizer. One that is created over parameters of an earlier one takes them over, with a
+    warning: the earlier one applies its open update windows, keeps no state, and raises from then on.
+
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Reports and errors show the names.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; may differ between groups and change at any
@@ -69,9 +70,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
     Raises:
-        ValueError: a value out of range, parameters on different devices, a parameter that another live optimizer of
-            this kind owns, several ranks and no ``process_group``, a group that does not hold this rank, or more host
-            memory needed than there is. Nothing has been changed then. Errors that only
+        ValueError: a value out of range, parameters on different devices, several ranks and no ``process_group``, a
+            group that does not hold this rank, or more host memory needed than there is. Nothing has been changed
+            then. Errors that only
             the first use can find raise there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
         TypeError: an unknown option, or a complex, integer, 8-bit or sparse parameter.
     """
@@ -116,11 +117,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
-        _check_device_and_owner(params, params[0].device)
+        check_devices(params, params[0].device)
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
         self._lazy_engine = LazyEngine(self, given, _backward_ended, ranks)
-        self._lazy_engine.claim.add(params)
 
     @classmethod
     def _updating_in_backward(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
@@ -199,6 +199,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters. Existing ones keep their state, phases and update windows.
 
+        Parameters of another optimizer are taken over, as at construction.
+
         Raises:
             ValueError, TypeError: as at construction; nothing has been changed then.
         """
@@ -216,7 +218,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if constructing:
             super().add_param_group(param_group)
             return
-        _check_device_and_owner(params, self._lazy_engine.claim.params[0].device)
+        check_devices(params, self._lazy_engine.claim.params[0].device)
         engine = None if self._lazy_engine.built is None else self.engine
         super().add_param_group(param_group)
         try:
@@ -542,16 +544,4 @@ def _check_param(param: Any) -> None:
         raise ValueError(
             "a parameter is on the meta device; materialise the model before creating the optimizer, without a "
             'device_map (of device_map="auto", dispatch_model) that leaves some of its weights for later'
-        )
-
-
-def _check_device_and_owner(params: Sequence[Tensor], device: torch.device) -> None:
-    check_devices(params, device)
-    if any(ops.is_owned(param) for param in params):
-        gc.collect()  # trainers and schedulers keep optimizers that nothing else refers to in reference cycles
-    if any(ops.is_owned(param) for param in params):
-        raise ValueError(
-            "a parameter already belongs to another ZenFlowAdamW; close() that one, or leave the parameter out (an "
-            "earlier trainer keeps its own: Transformers' in trainer.optimizer.optimizer, Lightning's in "
-            "trainer.optimizers)"
         )

@@ -417,6 +417,14 @@ def second_step(make: Make) -> Numbers:
     return []
 
 
+def two_optimizers(make: Make) -> Numbers:
+    params = Problem().params
+    earlier = make(params)
+    make(params)
+    earlier.step()
+    return []
+
+
 def step_without_gradient(make: Make) -> Numbers:
     make(Problem().params).step()
     return []
@@ -479,6 +487,7 @@ DIFFERENT: dict[str, list[tuple[Case, type[Exception] | None, type[Exception] | 
     ],
     "integers": [(by_keywords(betas=(0, 0.9)), ValueError, None)],
     "second_step": [(second_step, None, RuntimeError)],
+    "two_optimizers": [(two_optimizers, None, RuntimeError)],
     "no_gradient": [(step_without_gradient, None, UserWarning)],
     "sharded": [(construct(lambda: [nn.Parameter(TwoTensor(torch.ones(8, 8), torch.ones(8, 8)))]), None, TypeError)],
     "copies": [(copied, None, TypeError), (pickled, None, TypeError)],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -253,3 +255,47 @@ def two_heads(rank: int) -> list[torch.Tensor]:
 def test_two_optimizers_end_backwards_in_one_order(two_ranks: RankProcesses) -> None:
     first, second = two_ranks.call(two_heads)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def taken_over(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor | None], str]:
+    """Replace the optimizer in the middle of update windows, with a gradient that no step has used."""
+    model = uneven()
+    earlier = on_ranks(model, **options)
+    for step in range(3):
+        backward(model, step, rank)
+        earlier.step()
+        earlier.zero_grad()
+    backward(model, 3, rank)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        later = on_ranks(model, **options)
+    grads = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+    later.step()
+    later.zero_grad()
+    with suppress(RuntimeError):
+        earlier.step()
+        raise AssertionError("the earlier optimizer steps")
+    for step in range(4, 6):
+        backward(model, step, rank)
+        later.step()
+        later.zero_grad()
+    later.close()
+    return [param.detach().clone() for param in model.parameters()], grads, str(caught[-1].message)
+
+
+def test_all_ranks_take_over(two_ranks: RankProcesses) -> None:
+    exact = {**ALL_POLICIES["zenflow"], "update_interval": 1}
+    for options in (exact, ALL_POLICIES["zero_offload"]):
+        (first, gradients, text), (second, others, _) = two_ranks.call(taken_over, options)
+        assert "takes over parameters of an earlier one" in text
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+        assert all(grad is not None for grad in gradients)
+        assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))  # type: ignore[arg-type]
+        model = uneven()
+        for begin, end in ((0, 3), (3, 6)):
+            adamw = torch.optim.AdamW(model.parameters(), **ADAM)
+            for step in range(begin, end):
+                x, y = batch(step, 0, 1)
+                F.cross_entropy(model(x), y).backward()
+                adamw.step()
+                adamw.zero_grad()
+        torch.testing.assert_close(first, list(model.parameters()), rtol=1e-4, atol=1e-6)

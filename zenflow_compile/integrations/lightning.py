@@ -35,8 +35,7 @@ class ZenFlowCallback(Callback):
     after the last step, and in any case before ``on_train_end`` of the other callbacks. The flush comes after the last
     step, so it does not change training, and earlier checkpoints contain their update windows for a resume. If the
     trainer has a ``StochasticWeightAveraging`` or ``WeightAveraging``, every step makes due updates
-    visible, at the cost of their overlap with the next forward. A further ``trainer.fit()``, also one after a
-    ``Tuner``, may create a new optimizer for the same model: the callback drops the optimizer of the fit before.
+    visible, at the cost of their overlap with the next forward.
 
     Its position among the callbacks does not matter.
 
@@ -61,9 +60,6 @@ class ZenFlowCallback(Callback):
                 "ZenFlowAdamW does not train: use Trainer(devices=1, strategy='auto'), strategy='ddp' with a model "
                 "that is not compiled, or ModelParallelStrategy with fully_shard in configure_model()"
             )
-        # The optimizers of an earlier fit own the parameters until the last reference to them is gone.
-        trainer.optimizers = []
-        strategy.lr_scheduler_configs = []
         # An averaging callback writes averages into the weights in on_train_end: the flush must come before.
         # Finders train and restore the state in on_fit_start: they run before this callback adds its hooks.
         trainer.callbacks = sorted(

@@ -61,7 +61,7 @@ class EngineOps(Protocol):
 
 
 class ClaimOps(Protocol):
-    """Parameters of an optimizer whose engine has not been built."""
+    """Parameters of an optimizer that has not ended. Its engine may not have been built."""
 
     @property
     def engine(self) -> EngineOps: ...
@@ -88,12 +88,12 @@ def live_engines() -> Iterator[EngineOps]:
 
 
 def register_claim(claim: ClaimOps) -> None:
-    """Register an optimizer as the owner of its parameters, before their engine is built."""
+    """Register an optimizer as the owner of its parameters, until it ends."""
     _CLAIMS.add(claim)
 
 
 def unregister_claim(claim: ClaimOps) -> None:
-    """Forget a claim: its engine was built, or its optimizer closed."""
+    """Forget the claim of an optimizer that has ended."""
     _CLAIMS.discard(claim)
 
 
@@ -121,6 +121,13 @@ def is_owned(param: Tensor) -> bool:
     """Whether an optimizer owns ``param``. Builds nothing."""
     live = any(engine.index_of(param) is not None for engine in live_engines())
     return live or any(claim.holds(param) for claim in tuple(_CLAIMS))
+
+
+def claims_of(params: Sequence[Tensor]) -> list[ClaimOps]:
+    """The claims on any of ``params``, in the order of ``params``, which all ranks share. Builds nothing."""
+    claims = tuple(_CLAIMS)
+    found = {id(claim): claim for param in params for claim in claims if claim.holds(param)}
+    return list(found.values())
 
 
 def any_owner() -> bool:

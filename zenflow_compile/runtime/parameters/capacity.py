@@ -30,6 +30,7 @@ def checked_plan(
     options: Options,
     *,
     allocated: int = 0,
+    freed: int = 0,
     caches: CacheBytes = NO_CACHES,
     exchanges: bool = False,
     processes: int = 1,
@@ -40,6 +41,7 @@ def checked_plan(
         params: all parameters, the new ones last.
         new: (name, parameter) pairs of the new ones.
         allocated: number of parameters whose memory is allocated already.
+        freed: host memory that is in use now, and freed before this plan allocates.
         caches: host memory that the caches of files have already.
         exchanges: state that changes sides goes through buffers.
         processes: on this machine that are about to allocate as much.
@@ -58,7 +60,7 @@ def checked_plan(
     for size, allocated_bytes in zip(nvme_cache_bytes(plan, options), caches, strict=True):
         if size > allocated_bytes:
             needed += size
-    require_host_memory(needed, less_host_memory(options), processes)
+    require_host_memory(needed - freed, less_host_memory(options), processes)
     upload_buffers(plan, options)
     return plan
 

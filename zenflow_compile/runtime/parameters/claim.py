@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from threading import Thread
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Claim:
 
     Attributes:
         params: the parameters, in the order of the plan.
+        closing: closes the engine of a collected optimizer, where the thread that collected it cannot.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -45,6 +47,7 @@ class Claim:
         self._hooks: dict[int, RemovableHandle] = {}
         self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)
         self.serving: weakref.ref[Any] | None = None  # the engine, once it is built
+        self.closing: Thread | None = None
         ops.register_claim(self)
 
     @property

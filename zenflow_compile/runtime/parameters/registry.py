@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
@@ -109,19 +110,9 @@ class ParamRegistry:
         Raises:
             ValueError: see ``checked_plan``, or ``nvme_path`` cannot hold the state. Nothing has been changed then.
         """
-        named = [pair for group in groups for pair in group]
-        new = [param for _, param in named]
+        plan = self.plan_with(groups)
+        new = [param for group in groups for _, param in group]
         first, params = len(self.params), [*self.params, *new]
-        caches = CacheBytes(*(0 if each is None else each.nbytes for each in self.transport.caches))
-        plan = checked_plan(
-            self.plan,
-            params,
-            named,
-            self._options,
-            allocated=first,
-            caches=caches,
-            exchanges=self.transport.exchange is not None,
-        )
         counters = counters_of(params, self.counters)
         self.weights.prefetch.drop()  # first: the ring that copies end in is made anew
         with ExitStack() as undo:
@@ -171,6 +162,24 @@ class ParamRegistry:
             self.unseen_writes.add(sampled, lambda: True, compare)
         elif has_master(param):
             self.unseen_writes.add(sampled, lambda: updated.state(index) is not None, partial(updated.compare, index))
+
+    def plan_with(self, groups: Sequence[Sequence[tuple[str, Parameter]]], *, freed: int = 0) -> Plan:
+        """Plan further parameters, and check that the machine can hold them. Allocates nothing.
+
+        Raises:
+            ValueError: see ``checked_plan``.
+        """
+        named = [pair for group in groups for pair in group]
+        return checked_plan(
+            self.plan,
+            [*self.params, *(param for _, param in named)],
+            named,
+            self._options,
+            allocated=len(self.params),
+            freed=freed,
+            caches=CacheBytes(*(0 if each is None else each.nbytes for each in self.transport.caches)),
+            exchanges=self.transport.exchange is not None,
+        )
 
     def index_of(self, param: Tensor) -> int | None:
         """The index of ``param`` in the plan; None if it is not one of the parameters."""
