@@ -21,6 +21,7 @@ from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.lazy_engine import LazyEngine, check_devices
 from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import warn_of_unread
+from zenflow_compile.planning.dtypes import TRAINED
 from zenflow_compile.runtime.checkpoint import save_load
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
@@ -28,7 +29,6 @@ from zenflow_compile.runtime.ranks.agreement import rank_group
 from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
 from zenflow_compile.torch_internals import torch_private
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_WRITABLE = (
     "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; create a new optimizer to "
     "start with new moments, or call load_state_dict()"
@@ -74,7 +74,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             group that does not hold this rank, or more host memory needed than there is. Nothing has been changed
             then. Errors that only
             the first use can find raise there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
-        TypeError: an unknown option, or a complex, integer, 8-bit or sparse parameter.
+        TypeError: an unknown option, or a complex or sparse parameter, or one of 8 bits that requires a gradient.
     """
 
     _steps_in_backward = False
@@ -167,7 +167,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if hasattr(self, "_states"):
             raise AttributeError(f"optimizer.state {_NOT_WRITABLE}")
         self._states = states
-        self._steps_shown: list[tuple[Tensor, int]] = []
+        self._steps_shown: list[save_load.ShownStep] = []
 
     def _show_steps(self) -> None:
         self._steps_shown[:] = save_load.show_steps(self.engine, self._states)  # a wrapper may share the list
@@ -180,10 +180,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         if not self._steps_shown:
             return False
-        params = self._lazy_engine.claim.params
-        entries = [self._states.get(param) for param, _ in zip(params, self._steps_shown, strict=False)]
+        entries = [self._states.get(shown.param) for shown in self._steps_shown]
         return any(entry is None or not save_load.is_as_shown(entry) for entry in entries) or any(
-            step._version != version for step, version in self._steps_shown
+            shown.step._version != shown.version for shown in self._steps_shown
         )
 
     @property
@@ -528,15 +527,16 @@ def _check_param(param: Any) -> None:
             "or one parameter for each of its components"
         )
     refuse_sharded([param])
-    if param.is_complex() or not param.is_floating_point():
+    if param.is_complex() and param.requires_grad:
         raise TypeError(
             f"a parameter has dtype {param.dtype}; only real floating-point parameters can be optimized: "
-            "leave it out of the optimizer, or view a complex one as real"
+            "leave it out of the optimizer, or view it as real"
         )
-    if param.dtype not in _DTYPES:
+    if param.requires_grad and param.dtype not in TRAINED:
         raise TypeError(
-            f"a parameter has dtype {param.dtype}; only parameters of {', '.join(map(str, _DTYPES))} can be optimized: "
-            "leave it out of the optimizer, or train weights of one of these and cast them in the forward"
+            f"a parameter has dtype {param.dtype}; only parameters of {', '.join(map(str, TRAINED))} can be optimized: "
+            "set requires_grad=False, leave it out of the optimizer, or train weights of one of these and cast them in "
+            "the forward"
         )
     if param.layout != torch.strided:
         raise TypeError(f"a parameter has layout {param.layout}; only dense (strided) parameters can be optimized")

@@ -151,19 +151,17 @@ def test_staging_ring_smaller_than_the_largest_block() -> None:
 # Parameters.
 
 
-def test_complex_and_integer_parameters() -> None:
+def test_complex_parameters() -> None:
     good = mlp()
-    for dtype in (torch.complex64, torch.int32, torch.bool):
-        bad = nn.Parameter(torch.zeros(4, 4, dtype=dtype), requires_grad=dtype.is_complex)
-        with pytest.raises(TypeError, match=f"dtype {dtype}; only real floating-point.*leave it out"):
-            ZenFlowAdamW([*good.parameters(), bad])
-        assert untouched(good)
+    bad = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    with pytest.raises(TypeError, match=r"dtype torch\.complex64; only real floating-point.*leave it out"):
+        ZenFlowAdamW([*good.parameters(), bad])
+    assert untouched(good)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("trained", [True, False])
-def test_fp8_parameters(dtype: torch.dtype, trained: bool) -> None:
-    good, bad = mlp(), nn.Parameter(torch.zeros(64, 64).to(dtype), requires_grad=trained)
+def test_fp8_parameters(dtype: torch.dtype) -> None:
+    good, bad = mlp(), nn.Parameter(torch.zeros(64, 64).to(dtype))
     with pytest.raises(TypeError, match=f"dtype {dtype}; only parameters of torch.float32.*leave it out"):
         ZenFlowAdamW([*good.parameters(), bad], policy="zero_offload", offload_weights=1.0)
     assert untouched(good)

@@ -396,3 +396,65 @@ def test_state_dict_before_step_changes_nothing() -> None:
 def collected() -> Iterator[None]:
     yield
     gc.collect()
+
+
+# Frozen parameters of dtypes that cannot be optimized.
+
+
+class Quantized(nn.Module):
+    """A base of integers and 8-bit numbers, as quantizing packages keep it, and a low-rank adapter."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = nn.Parameter(torch.randn(64, 8) * 0.1)
+        values = torch.randint(0, 2, (64, 64))
+        self.weight = nn.Parameter(values.to(dtype), requires_grad=False)
+        self.scales = nn.Parameter(values[0].to(dtype), requires_grad=False)
+        self.up = nn.Parameter(torch.randn(8, 10) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, scales = (each.to(torch.float32) for each in (self.weight, self.scales))
+        hidden = torch.tanh(x @ (weight / 8) * scales + x)
+        return hidden @ self.down @ self.up
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64], ids=str
+)
+def test_frozen_quantized_weights_are_accepted(dtype: torch.dtype, entry: dict[str, Any] | None) -> None:
+    ours, theirs = Quantized(dtype), Quantized(dtype)
+    call = torch.compile(ours, **entry) if entry else ours
+    before = ours.weight.clone()
+    optimizer, adam = ZenFlowAdamW(ours.parameters(), **ADAM, **EXACT), torch.optim.AdamW(theirs.parameters(), **ADAM)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    assert optimizer.engine.plan.params[1].device_bytes == 0
+    for step in range(8):
+        for model, each in ((call, optimizer), (theirs, adam)):
+            F.cross_entropy(model(x), batch(0)[1]).backward()
+            each.step()
+            each.zero_grad()
+        if step == 3:
+            state = optimizer.state_dict()
+            assert state["state"].keys() == adam.state_dict()["state"].keys()
+            assert [param is ours.weight or param is ours.scales for param in optimizer.state] == [False, False]
+            optimizer.load_state_dict(state)
+    optimizer.synchronize()
+    torch.testing.assert_close([ours.down, ours.up], [theirs.down, theirs.up], atol=1e-5, rtol=0)
+    assert torch.equal(ours.weight.to(torch.complex64), before.to(torch.complex64))
+    adam.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(adam.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_unfrozen_quantized_weight_is_refused(dtype: torch.dtype) -> None:
+    model = Quantized(dtype)
+    optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT)
+    model.weight.requires_grad_(True)
+    model.weight.grad = torch.ones_like(model.weight)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(TypeError, match=r"weight has a gradient, and its dtype torch\.float8_.* cannot be optimized"):
+        optimizer.step()
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.float(), value.float())

@@ -299,3 +299,30 @@ def test_all_ranks_take_over(two_ranks: RankProcesses) -> None:
                 adamw.step()
                 adamw.zero_grad()
         torch.testing.assert_close(first, list(model.parameters()), rtol=1e-4, atol=1e-6)
+
+
+class OverFrozenIntegers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Parameter(torch.randint(0, 255, (16, 16), dtype=torch.uint8), requires_grad=False)
+        self.head = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.base.float() / 255) @ self.head
+
+
+def over_frozen_integers(rank: int) -> torch.Tensor:
+    model = OverFrozenIntegers()
+    with on_ranks(model) as optimizer:
+        for step in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.head.detach()
+
+
+def test_ranks_train_over_frozen_integers(two_ranks: RankProcesses) -> None:
+    first, second = two_ranks.call(over_frozen_integers)
+    assert torch.equal(first, second)

@@ -32,3 +32,7 @@ class _Named:
 FLOAT32 = cast("torch.dtype", _Named("float32", 4))
 BFLOAT16 = cast("torch.dtype", _Named("bfloat16", 2))
 FLOAT16 = cast("torch.dtype", _Named("float16", 2))
+FLOAT64 = cast("torch.dtype", _Named("float64", 8))
+
+TRAINED = (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
+"""Dtypes of parameters that can be optimized. Those of others, such as quantized weights, stay as they are."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from zenflow_compile.planning.dtypes import FLOAT32
+from zenflow_compile.planning.dtypes import FLOAT32, TRAINED
 from zenflow_compile.planning.shared_buffers import Lifetime, Packing, pack
 from zenflow_compile.planning.weight_memory import WeightMemory
 
@@ -355,6 +355,11 @@ class ParamPlan:
         return math.prod(self.shape)
 
     @property
+    def trained(self) -> bool:
+        """Return whether the dtype can be optimized. Other parameters are frozen, and have no state."""
+        return self.dtype in TRAINED
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameter itself."""
         return self.numel * self.dtype.itemsize
@@ -466,6 +471,8 @@ class ParamPlan:
     @property
     def whole_state_bytes(self) -> int:
         """State of all elements without slices: both moments, and an fp32 master if the weights are not fp32."""
+        if not self.trained:
+            return 0
         rows, elements = self.whole_rows
         master = 0 if self.dtype == FLOAT32 else self.numel * FP32_BYTES
         return master + 2 * rows * moment_bytes(self.moments, elements)

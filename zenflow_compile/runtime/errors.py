@@ -36,6 +36,14 @@ def refuse_sparse(name: str) -> NoReturn:
     )
 
 
+def refuse_untrained(name: str, dtype: torch.dtype) -> NoReturn:
+    """Raise TypeError: a parameter that was frozen, and cannot be optimized, has a gradient."""
+    raise TypeError(
+        f"{name} has a gradient, and its dtype {dtype} cannot be optimized; set requires_grad=False again, or train "
+        "weights of another dtype and cast them in the forward"
+    )
+
+
 def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> NoReturn:
     """Raise TypeError: the parameter changed its dtype."""
     raise TypeError(

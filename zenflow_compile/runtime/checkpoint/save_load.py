@@ -7,7 +7,7 @@ update window and schedule are stored with them, so that a resume is bitwise; se
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
         engine.ranks.begin_state_dict()
     index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     with torch.device("cpu"):  # whatever the default device is
-        entries = {index: _entries(engine, index) for index in range(len(engine.params))}
+        entries = {plan.index: _entries(engine, plan.index) for plan in engine.plan.params if plan.trained}
     return {
         "state": entries,
         "param_groups": [
@@ -95,16 +95,23 @@ def _checked_by_all(engine: Engine, groups: Sequence[Mapping[str, Any]], state: 
     return checked
 
 
-def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[tuple[Tensor, int]]:
+class ShownStep(NamedTuple):
+    """What ``optimizer.state`` has of a parameter: ``step``, and its version, which changes with every write to it."""
+
+    param: Tensor
+    step: Tensor
+    version: int
+
+
+def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[ShownStep]:
     """Update ``optimizer.state``: ``step`` of each parameter, and None for the other entries of ``state_dict()``.
 
     All names are there, since ``torch.distributed.checkpoint.state_dict`` reads the names of flattened states here.
-
-    Returns:
-        Each ``step`` with its version, which changes with every write to it.
     """
     shown = []
     for index, param in enumerate(engine.registry.given):
+        if not engine.plan.params[index].trained:
+            continue
         entry = states[param]
         for name in layout(engine.plan.params[index], adaptive=engine.plan.adaptive):
             entry.setdefault(name, None)
@@ -116,7 +123,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
             entry["step"].copy_(engine.device_memory.read(state.step))
         else:
             entry["step"].zero_()
-        shown.append((entry["step"], entry["step"]._version))
+        shown.append(ShownStep(param, entry["step"], entry["step"]._version))
     return shown
 
 

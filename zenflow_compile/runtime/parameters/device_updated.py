@@ -66,12 +66,14 @@ class DeviceUpdated:
             plans: of all parameters of the engine.
 
         Raises:
-            TypeError: a gradient is sparse.
+            TypeError: a gradient is sparse, or of a dtype that cannot be optimized.
         """
         present = False
         for index, param in self._params.items():
             if (grad := param.grad) is not None:
                 present = True
+                if not plans[index].trained:
+                    errors.refuse_untrained(plans[index].name, plans[index].dtype)
                 if grad.is_sparse:
                     errors.refuse_sparse_grad(param, plans[index].name)
         return present

@@ -21,8 +21,8 @@ _OWN = {"nvme_path", "worker_cores", "workers", "pt_reserved_cores_perc"}
 """Options that ranks may have of their own: where a rank keeps files, and what its threads run on."""
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Dtypes with the size of an element of floating point, in bytes."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes with the size of an element, in bytes."""
 
 
 def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> RankGroup | None:
