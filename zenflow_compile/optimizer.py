@@ -59,8 +59,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         params: parameters, (name, parameter) pairs, or param groups. Reports and errors show the names.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; may differ between groups and change at any
             time.
-        amsgrad, foreach, capturable, differentiable, fused: keywords of ``torch.optim.AdamW``, accepted only with
-            values that have no effect: False and None.
+        foreach, fused: keywords of ``torch.optim.AdamW``, without effect: updates are always fused.
+        amsgrad, capturable, differentiable: keywords of ``torch.optim.AdamW``, accepted only with values that have no
+            effect: False and None.
         process_group: the ranks that train this model together, as a process group or a 1-D device mesh: gradients are
             averaged over them, and each rank has its share of the state and of the updates of offloaded parameters. All
             ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself

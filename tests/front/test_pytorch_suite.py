@@ -149,6 +149,10 @@ def test_error_inputs_of_optim_db(policy: str) -> None:
         else:
             with pytest.raises(kind):
                 torch.optim.AdamW(params, **each.kwargs)
+        if each.kwargs.get("foreach"):
+            assert "ensor" in each.desc  # foreach=True changes nothing, so it takes rates and betas that are tensors
+            ZenFlowAdamW(params, **each.kwargs, **POLICIES[policy]).close()
+            continue
         with pytest.raises(kind):
             ZenFlowAdamW(params, **each.kwargs, **POLICIES[policy])
 
@@ -359,6 +363,8 @@ def scheduler_before_training(make: Make) -> Numbers:
 
 CASES: dict[str, Case] = {
     "default": by_keywords(),
+    "foreach": by_keywords(foreach=True),
+    "fused": by_keywords(fused=True),
     "lr_zero": by_keywords(lr=0.0),
     "tensor_betas": by_keywords(lr=torch.tensor(0.01), betas=(torch.tensor([[[0.8]]]), torch.tensor([[0.9]]))),
     "tensor_decay": by_keywords(lr=0.01, weight_decay=torch.tensor(0.3), eps=torch.tensor(1e-3)),
@@ -465,7 +471,7 @@ def a_parameter(**keywords: Any) -> Callable[[], list[nn.Parameter]]:
     return lambda: [nn.Parameter(torch.ones(8, 8, **keywords))]
 
 
-IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATIONS = ("capturable", "differentiable")
 DIFFERENT: dict[str, list[tuple[Case, type[Exception] | None, type[Exception] | None]]] = {
     "amsgrad": [(by_keywords(amsgrad=True), None, ValueError)],
     "implementations": [

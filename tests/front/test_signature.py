@@ -44,6 +44,7 @@ from zenflow_compile.runtime.host import host_adam
 SWITCHES: dict[str, Any] = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
 }  # fmt: skip
+IMPLEMENTATIONS = ("foreach", "fused")
 
 
 def test_keywords_are_those_of_adamw() -> None:
@@ -60,8 +61,13 @@ def test_groups_hold_the_keywords_as_adamw() -> None:
     assert {name: value for name, value in mine.param_groups[0].items() if name != "params"} == expected
 
 
-@pytest.mark.parametrize("value", [False, None])
-@pytest.mark.parametrize("name", [name for name in SWITCHES if name != "maximize"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in SWITCHES if name != "maximize" for value in (False, None)),
+        *((name, True) for name in IMPLEMENTATIONS),
+    ],
+)
 def test_values_that_change_nothing_are_taken(name: str, value: bool | None) -> None:
     model = small()
     optimizer = ZenFlowAdamW([{"params": model.parameters(), name: value}], **{name: value}, **EXACT)
@@ -74,7 +80,7 @@ def test_values_that_change_nothing_are_taken(name: str, value: bool | None) -> 
     zenflow_compile.optimizer_of(call).close()
 
 
-@pytest.mark.parametrize("name", [name for name in SWITCHES if name != "maximize"])
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in ("maximize", *IMPLEMENTATIONS)])
 def test_unsupported_adamw_switches_are_refused(name: str) -> None:
     """Refused in a group, in an added group and when set later; nothing changes.
 

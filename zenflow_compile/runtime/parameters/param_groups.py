@@ -19,13 +19,14 @@ correction, stay in fp32's range."""
 
 _REFUSED = {
     "amsgrad": "the maximum of past second moments is not kept; use amsgrad=False",
-    "foreach": "updates of many parameters are fused already; use foreach=None",
-    "fused": "updates of many parameters are fused already; use fused=None",
     "capturable": "CUDA graphs are not supported in this version; use capturable=False",
     "differentiable": "updates run outside of autograd; use differentiable=False",
 }
+_IMPLEMENTATIONS = ("foreach", "fused")
+"""Switches of ``torch.optim.AdamW`` that change nothing here: updates of many parameters are always fused."""
+
 _NEEDED = ("lr", "betas", "eps", "weight_decay")
-_CHECKED = (*_NEEDED, "maximize", "decoupled_weight_decay", *_REFUSED)
+_CHECKED = (*_NEEDED, "maximize", "decoupled_weight_decay", *_IMPLEMENTATIONS, *_REFUSED)
 _IMMUTABLE = (float, int, bool, type(None))
 
 
@@ -110,6 +111,9 @@ def check_values(group: Mapping[str, Any]) -> GroupNumbers:
         raise ValueError(f"lr={lr} times weight_decay={decay} must be at most {LARGEST_NUMBER:g}; lower one of them")
     beta1, beta2 = _check_betas(group["betas"])
     maximize = check_flag("maximize", group.get("maximize", False))
+    for name in _IMPLEMENTATIONS:
+        if (value := group.get(name)) is not None:
+            check_flag(name, value)
     for name, reason in _REFUSED.items():
         if (value := group.get(name)) is not None and check_flag(name, value):
             raise ValueError(f"{name}=True of torch.optim.AdamW is not supported: {reason}")
