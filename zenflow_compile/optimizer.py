@@ -23,6 +23,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import warn_of_unread
 from zenflow_compile.planning.dtypes import TRAINED
 from zenflow_compile.runtime.checkpoint import save_load
+from zenflow_compile.runtime.checkpoint.in_state_dict import TO_CHANGE_STATE
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
 from zenflow_compile.runtime.ranks.agreement import rank_group
@@ -31,7 +32,7 @@ from zenflow_compile.torch_internals import torch_private
 
 _NOT_WRITABLE = (
     "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; create a new optimizer to "
-    "start with new moments, or call load_state_dict()"
+    f"start with new moments, or, {TO_CHANGE_STATE}"
 )
 
 _NO_GRADIENT = (
@@ -157,7 +158,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
 
-        The other entries are None: ``state_dict()`` makes them. After a write to any of it the next ``step()`` raises.
+        The other entries raise when they are used: ``state_dict()`` makes them. To change the moments, change its
+        tensors and load it. After a write to any of ``state`` the next ``step()`` raises.
         """
         if not self._lazy_engine.is_closed and not self._state_was_edited:  # else the next step says so
             self._show_steps()

@@ -335,6 +335,62 @@ def test_written_state_is_refused(edit: str, place: int) -> None:
     assert_same(training.run(2, 5).weights(), Training().run(0, 5).weights())
 
 
+USES: dict[str, Callable[[Any], Any]] = {
+    "mul_": lambda state: state["exp_avg"].mul_(0.001),
+    "zero_": lambda state: state["exp_avg_sq"].zero_(),
+    "operator": lambda state: state["exp_avg"] * 0.001,
+    "function": lambda state: torch.zeros_like(state["exp_avg"]),
+    "index": lambda state: state["exp_avg"][0],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_moments_in_the_state_name_the_way(use: str) -> None:
+    training = Training().run(0, 2)
+    for place in (0, 1):  # offloaded, resident
+        state = training.optimizer.state[list(training.model.parameters())[place]]
+        with pytest.raises(
+            (AttributeError, TypeError), match=r"state = optimizer\.state_dict\(\).*load_state_dict\(state\)"
+        ):
+            USES[use](state)
+        assert not hasattr(state["exp_avg"], "to")
+        copy.deepcopy(state)
+    training.run(2, 4)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_moments_reset_as_in_adamw(name: str, entry: dict[str, Any] | None, make: Make) -> None:
+    """As ReLoRA does. Exact policies train on as AdamW does."""
+    training, theirs = make(SETTINGS[name], entry).run(0, STEP), Reference().run(0, STEP)
+    state = training.optimizer.state_dict()
+    for entries in (state["state"], theirs.optimizer.state):
+        for values in entries.values():
+            values["exp_avg"].mul_(0.001)
+            values["exp_avg_sq"].mul_(0.01)
+    training.optimizer.load_state_dict(state)
+    assert_equal_states(training.optimizer.state_dict(), state)
+    training.run(STEP, END)
+    if name in ("resident", "zero_offload", "zero_infinity", "twinflow", "streamed", "each_step"):
+        theirs.run(STEP, END)
+        torch.testing.assert_close(training.weights(), list(theirs.model.parameters()), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["resident", "streamed", "zero_infinity", "windows", "int8"])
+def test_state_that_requires_gradients_loads(name: str, make: Make) -> None:
+    training, expected = make(SETTINGS[name]).run(0, STEP), make(SETTINGS[name]).run(0, STEP)
+    state = training.optimizer.state_dict()
+    for entry in state["state"].values():
+        for value in entry.values():
+            value.requires_grad_(value.is_floating_point())
+    training.optimizer.load_state_dict(state)
+    expected.optimizer.load_state_dict(expected.optimizer.state_dict())
+    assert not any(
+        value.requires_grad for entry in training.optimizer.state_dict()["state"].values() for value in entry.values()
+    )
+    assert_same(training.run(STEP, END).weights(), expected.run(STEP, END).weights())
+
+
 def test_state_may_be_replaced_by_an_equal_one() -> None:
     """Lightning moves states to the device so; others look up parameters that the optimizer does not have."""
     training = Training().run(0, 2)

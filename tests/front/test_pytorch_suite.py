@@ -414,6 +414,14 @@ def lazy(make: Make) -> Numbers:
     return []
 
 
+def moments_in_place(make: Make) -> Numbers:
+    problem = Problem()
+    optimizer = make(problem.params)
+    problem.train(optimizer, 1)
+    optimizer.state[problem.params[0]]["exp_avg"].mul_(0.1)
+    return []
+
+
 def second_step(make: Make) -> Numbers:
     problem = Problem()
     optimizer = make(problem.params)
@@ -492,6 +500,7 @@ DIFFERENT: dict[str, list[tuple[Case, type[Exception] | None, type[Exception] | 
         (set_later, None, ValueError),
     ],
     "integers": [(by_keywords(betas=(0, 0.9)), ValueError, None)],
+    "state": [(moments_in_place, None, AttributeError)],
     "second_step": [(second_step, None, RuntimeError)],
     "two_optimizers": [(two_optimizers, None, RuntimeError)],
     "no_gradient": [(step_without_gradient, None, UserWarning)],

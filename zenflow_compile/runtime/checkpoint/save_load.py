@@ -25,6 +25,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     state_dtype,
     window_places,
 )
+from zenflow_compile.runtime.checkpoint.in_state_dict import InStateDict
 from zenflow_compile.runtime.checkpoint.sharded import sharded_entry
 from zenflow_compile.runtime.checkpoint.shares import own_entry, whole_entry
 from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
@@ -104,7 +105,7 @@ class ShownStep(NamedTuple):
 
 
 def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -> list[ShownStep]:
-    """Update ``optimizer.state``: ``step`` of each parameter, and None for the other entries of ``state_dict()``.
+    """Update ``optimizer.state``: ``step`` of each parameter, and ``InStateDict`` for the other entries.
 
     All names are there, since ``torch.distributed.checkpoint.state_dict`` reads the names of flattened states here.
     """
@@ -114,7 +115,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
             continue
         entry = states[param]
         for name in layout(engine.plan.params[index], adaptive=engine.plan.adaptive):
-            entry.setdefault(name, None)
+            entry.setdefault(name, InStateDict())
         if not isinstance(entry["step"], Tensor):
             entry["step"] = torch.zeros((), device="cpu")
         if index in engine.offloaded:
@@ -128,8 +129,8 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
 
 
 def is_as_shown(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry of ``optimizer.state`` still has ``step`` and nothing else that is not None."""
-    return [name for name, value in entry.items() if value is not None] == ["step"]
+    """Whether an entry of ``optimizer.state`` still has ``step``, and no other values."""
+    return [name for name, value in entry.items() if not isinstance(value, InStateDict)] == ["step"]
 
 
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:

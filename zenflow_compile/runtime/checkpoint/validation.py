@@ -92,7 +92,11 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     for key, entry in saved.items():
         if key not in index_by_key:
             whole.refuse(f"an entry {key!r} in 'state' that is in no param group")
-        entries[index_by_key[key]] = _Part(entry, f"parameter {key!r}").content
+        content = _Part(entry, f"parameter {key!r}").content
+        # Tensors may require gradients, as those that a learned optimizer or a differentiable AdamW has made.
+        entries[index_by_key[key]] = {
+            name: value.detach() if isinstance(value, Tensor) else value for name, value in content.items()
+        }
     # An AdamW that loads and saves a state of ours casts all entries to the parameter's dtype.
     plans = [entry.get("plan") for entry in entries.values()]
     if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
