@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zenflow_compile import entry_point
+
 if TYPE_CHECKING:
     from zenflow_compile.compiler.ownership import optimizer_of
     from zenflow_compile.explanation import explain
@@ -37,3 +39,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
+
+
+entry_point.announce()

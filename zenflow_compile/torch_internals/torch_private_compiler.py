@@ -205,6 +205,18 @@ def backend_of(callback: Any) -> str:
     return getattr(innermost_backend(callback), "compiler_name", "") if callable(callback) else ""
 
 
+def announce_backend(name: str, place: str) -> None:
+    """Add an entry point of a backend to those that Dynamo has found, unless it has one of this name.
+
+    Seen in torch 2.11 and 2.13.
+    """
+    from importlib.metadata import EntryPoint
+
+    from torch._dynamo.backends import registry
+
+    registry._BACKENDS.setdefault(name, EntryPoint(name, place, "torch_dynamo_backends"))
+
+
 def forget_graphs_of_others(backend: str) -> None:
     """Have Dynamo trace graphs of backends other than ``backend`` again if they read parameters of modules.
 
