@@ -72,7 +72,7 @@ def _library() -> ctypes.CDLL:
         made = Path(folder) / "counting_allocator.so"
         try:
             done = subprocess.run(
-                [compiler, str(_SOURCE), *extension_flags(), "-o", str(made)],
+                [*compiler, str(_SOURCE), *extension_flags(), "-o", str(made)],
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -80,7 +80,7 @@ def _library() -> ctypes.CDLL:
                 timeout=_COMPILE_SECONDS,
             )
             if done.returncode:
-                raise CountingError(f"{compiler} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+                raise CountingError(f"{' '.join(compiler)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
             library = ctypes.CDLL(str(made))  # stays mapped when the file is removed
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CountingError(f"{_SOURCE.name} cannot be compiled or loaded: {error}") from None

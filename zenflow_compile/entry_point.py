@@ -47,7 +47,7 @@ class NotInstalled:
 
 def announce() -> None:
     """Let Dynamo find the backend. Imports no torch."""
-    sys.meta_path.append(NotInstalled)  # type: ignore[arg-type]
+    sys.meta_path.append(NotInstalled)
     if "torch._dynamo.backends.registry" in sys.modules:  # it may have looked already
         from zenflow_compile.torch_internals.torch_private_compiler import announce_backend
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import stat
 import subprocess
 import sys
@@ -309,6 +310,28 @@ def test_auto_without_a_compiler_warns_once(no_library: Path) -> None:
     assert len([warning for warning in caught if warning.category is RuntimeWarning]) == 1
 
 
+@pytest.mark.parametrize("arguments", ["-O1", "'-O1' -g"])
+def test_compiler_with_arguments_is_split(no_library: Path, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    """As in ``CXX="g++ -O1"`` and ``CXX="ccache g++"``, which make and shells split."""
+    (compiler,) = torch_private.cpp_compiler() or ()
+    monkeypatch.setenv("CXX", f"{compiler} {arguments}")
+    with torch._inductor.config.patch({"cpp.cxx": (None, f"{compiler} {arguments}")}):
+        assert torch_private.cpp_compiler() == (compiler, *arguments.replace("'", "").split())
+        assert made().name == "native"
+        assert build._key((compiler, "-O1")) != build._key((compiler, "-O2"))
+
+
+def test_compiler_that_is_missing_is_named(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("no-such-compiler -O1", "clang '"):
+        monkeypatch.setenv("CXX", given)
+        with (
+            torch._inductor.config.patch({"cpp.cxx": (given,)}),
+            pytest.raises(RuntimeError, match=rf"no C\+\+ compiler was found \(CXX is {given}\): install g\+\+"),
+        ):
+            made()
+        host_adam._refusal.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -325,7 +348,7 @@ def test_auto_with_a_broken_compiler_warns(
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o700)
-    monkeypatch.setattr(torch_private, "cpp_compiler", lambda: str(compiler))
+    monkeypatch.setattr(torch_private, "cpp_compiler", lambda: (str(compiler),))
     with pytest.warns(RuntimeWarning, match=f"(?s)slower 'aten' kernel: .*{reason}"):
         assert made("auto").name == "aten"
     with pytest.raises(RuntimeError, match=f"(?s)host_kernel='native' cannot be made: .*{reason}"):
@@ -378,6 +401,24 @@ def test_cache_that_cannot_be_written_warns_once(no_library: Path, monkeypatch: 
     no_library.write_text("a file in place of the folder")
     with pytest.warns(RuntimeWarning, match="every process compiles it anew, which takes seconds; set XDG_CACHE_HOME"):
         assert made().name == "native"
+
+
+@pytest.mark.parametrize("damage", ["written by all", "written by the group", "of another user", "a link"])
+def test_folder_that_is_not_ours_is_not_used(no_library: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user could put a library there in place of ours."""
+    folder = no_library
+    if damage == "a link":
+        folder = no_library.with_name("elsewhere")
+        no_library.symlink_to(folder)
+    folder.mkdir(mode=0o700)
+    if damage.startswith("written"):
+        folder.chmod(0o777 if damage.endswith("all") else 0o770)
+    if damage == "of another user":
+        other = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: other)
+    with pytest.warns(RuntimeWarning, match=r"another user owns it or can write it, or it is a link\): every process"):
+        assert made().name == "native"
+    assert not list(folder.iterdir())
 
 
 def test_key_depends_on_the_cpu_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import mmap
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -175,7 +176,7 @@ def machine(device: torch.device, ranks: int = 1) -> Machine:
         memory_bytes=memory_bytes,
         memory_limit=memory_limit,
         lockable_bytes=_lockable_bytes(),
-        compiler=torch_private.cpp_compiler(),
+        compiler=None if (compiler := torch_private.cpp_compiler()) is None else shlex.join(compiler),
         device=device_of(device).name,
         abilities=_abilities(device_of(device)),
         versions={

@@ -6,11 +6,12 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -62,15 +63,18 @@ def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
     """Load the library of a source, and compile it if that was not done before; return its path and handle."""
     compiler = torch_private.cpp_compiler()
     if compiler is None:
-        raise BuildError("no C++ compiler was found: install g++, or set CXX")
+        given = f" (CXX is {printable(os.environ['CXX'])})" if os.environ.get("CXX") else ""
+        raise BuildError(f"no C++ compiler was found{given}: install g++, or set CXX")
     path = cache_folder() / f"{Path(source).stem}-{_key(compiler, flags)}.so"
-    if _is_ours(path):
+    if _is_ours(path.parent, stat.S_ISDIR) and _is_ours(path, stat.S_ISREG):
         try:
             return str(path), ctypes.CDLL(str(path))._handle
         except OSError:  # written by a process that ran out of disk space, or on a file system without execution
             pass
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_ours(path.parent, stat.S_ISDIR):
+            raise PermissionError(0, "another user owns it or can write it, or it is a link")
         folder = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:
         _warn_once(f"{path.parent}: {error.strerror}")
@@ -99,43 +103,50 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"zenflow_compile_{os.getuid()}"
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether the file exists and no other user can have written it: its code will run in this process."""
+def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Return whether no other user can have written the file or folder: its code will run in this process.
+
+    Args:
+        is_kind: tells a plain file, or a folder, by its mode. Links are neither.
+    """
     try:
         found = path.lstat()
     except OSError:
         return False
-    return (
-        stat.S_ISREG(found.st_mode)
-        and found.st_uid == os.getuid()
-        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )
+    return is_kind(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _compile(compiler: str, flags: Sequence[str], source: str, library: Path) -> None:
-    command = [compiler, str(SOURCES / source), *flags, "-o", str(library)]
+def _compile(compiler: Sequence[str], flags: Sequence[str], source: str, library: Path) -> None:
+    command = [*compiler, str(SOURCES / source), *flags, "-o", str(library)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_COMPILE_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} did not run: {error}") from None
+        raise BuildError(f"{shlex.join(compiler)} did not run: {error}") from None
     if done.returncode or not library.exists():
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise BuildError(f"{compiler} ended with {done.returncode}:\n{last}")
+        raise BuildError(f"{shlex.join(compiler)} ended with {done.returncode}:\n{last}")
     library.chmod(0o700)
 
 
-def _key(compiler: str, flags: Sequence[str] = _FLAGS) -> str:
+def _key(compiler: Sequence[str], flags: Sequence[str] = _FLAGS) -> str:
     """A hash of all that the library depends on. Machines of one home directory may have different CPUs."""
     try:
         version = subprocess.run(
-            [compiler, "--version"], capture_output=True, check=False, timeout=_COMPILE_SECONDS
+            [*compiler, "--version"], capture_output=True, check=False, timeout=_COMPILE_SECONDS
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} did not run: {error}") from None
+        raise BuildError(f"{shlex.join(compiler)} did not run: {error}") from None
     sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
-    parts = [version, _cpu().encode(), " ".join(flags).encode(), torch.__version__.encode(), *sources]
+    parts = [
+        shlex.join(compiler[1:]).encode(),
+        version,
+        _cpu().encode(),
+        " ".join(flags).encode(),
+        torch.__version__.encode(),
+        *sources,
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

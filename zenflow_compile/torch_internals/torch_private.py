@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
@@ -106,14 +109,20 @@ def inductor_modes() -> dict[str, dict[str, Any]]:
     return {mode: dict(settings) for mode, settings in list_mode_options().items()}
 
 
-def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor would use; None if there is none. Seen in torch 2.11 and 2.13."""
+def cpp_compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler that Inductor would use; None if there is none. Seen in torch 2.11 and 2.13.
+
+    Inductor takes the variable CXX for the name of a program. With arguments, as in ``"ccache g++"``, it is split.
+    """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        return str(get_cpp_compiler())
+        return (str(get_cpp_compiler()),)
     except InvalidCxxCompiler:
+        with suppress(ValueError):  # a quotation that does not end
+            words = tuple(shlex.split(os.environ.get("CXX", "")))
+            return words if words and shutil.which(words[0]) else None
         return None
 
 
