@@ -29,6 +29,7 @@ from zenflow_compile.runtime.parameters.param_groups import check_group
 from zenflow_compile.runtime.ranks.agreement import rank_group
 from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_sharded
 from zenflow_compile.torch_internals import torch_private
+from zenflow_compile.weight_readers import adapt_known_readers
 
 _NOT_WRITABLE = (
     "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; create a new optimizer to "
@@ -123,6 +124,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
         self._lazy_engine = LazyEngine(self, given, _backward_ended, ranks)
+        adapt_known_readers()
 
     @classmethod
     def _updating_in_backward(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:

@@ -116,6 +116,15 @@ def test_vector_to_parameters_is_an_external_write(interval: int, entry: dict[st
     assert torch.equal(parameters_to_vector(training.weights()), parameters_to_vector(twin.weights()))
 
 
+def test_write_warns_of_held_back_updates() -> None:
+    training = Training(EAGER_BACKEND, {"update_interval": 1, "staleness": 1}).run(0, 3)
+    training.optimizer.synchronize()
+    with torch.no_grad():
+        next(training.model.parameters()).mul_(0.5)
+    with pytest.warns(UserWarning, match=r"staleness=1 had held back are dropped.*call optimizer\.flush\(\)"):
+        training.step(3)
+
+
 def test_replaced_data_over_an_update_raises() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     param = next(training.model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import os
 import pickle
@@ -91,7 +92,7 @@ READERS: dict[str, Callable[[Parameter], Any]] = {
     "linear under autocast": torch.autocast("cpu", torch.bfloat16)(lambda weight: F.linear(torch.zeros(2, 32), weight)),
     "matmul": lambda weight: torch.zeros(2, 64) @ weight,
     "embedding": lambda weight: F.embedding(torch.tensor([1, 2]), weight),
-    "parameters_to_vector": lambda weight: nn.utils.parameters_to_vector([weight]),
+    "parameters_to_vector": lambda weight: inspect.unwrap(nn.utils.parameters_to_vector)([weight]),
     "numpy": lambda weight: weight.detach().numpy(),
     "dlpack": lambda weight: torch.from_dlpack(weight.detach()),
     "tolist": lambda weight: weight.tolist(),

@@ -687,16 +687,14 @@ def averaged(
     return Fitted(module=module, trainer=trainer, saved=saved, weights=weights(module))
 
 
-@pytest.mark.parametrize("way", some(["callback_first", "callback_last", "overlap_step"], ["callback_last"]))
+@pytest.mark.parametrize("way", some(["callback_first", "callback_last", "no_callback"], ["no_callback"]))
 @pytest.mark.parametrize("entry", some(ENTRIES, ["compiled"]))
 @pytest.mark.parametrize("average", some(AVERAGES, ["ema", "swa"]))
 def test_averages_equal_those_of_adamw(average: str, entry: str, way: str, tmp_path: Path) -> None:
-    """Averages, the model that they replace, and validation on them. Eager training needs neither workaround."""
+    """Averages, the model that they replace, and validation on them."""
     expected = averaged(average, "hooks", None, tmp_path / "adamw")
-    if way == "overlap_step":
-        fitted = averaged(average, entry, {**EXACT, "overlap_step": False}, tmp_path / "ours")
-    else:
-        fitted = averaged(average, entry, EXACT, tmp_path / "ours", ours=True, first=way == "callback_first")
+    ours, first = way != "no_callback", way == "callback_first"
+    fitted = averaged(average, entry, EXACT, tmp_path / "ours", ours=ours, first=first)
     assert difference(fitted.weights, expected.weights) < TOLERANCE
     for part in ("state_dict", "current_model_state"):
         if part in expected.saved:
@@ -704,18 +702,17 @@ def test_averages_equal_those_of_adamw(average: str, entry: str, way: str, tmp_p
     assert fitted.module.validated == pytest.approx(expected.module.validated, rel=RELATIVE)
 
 
-def test_average_is_kept_when_windows_are_flushed() -> None:
-    """The flush comes before the average is copied into the model: writes through ``.data`` are not detected."""
+@pytest.mark.parametrize("ours", [True, False], ids=["callback", "no_callback"])
+def test_average_is_kept_when_windows_are_flushed(ours: bool) -> None:
+    """The callback flushes windows before the average is copied into the model; without it they are dropped."""
     module, average = compiled(Regression(WINDOWED), "compiled"), EMAWeightAveraging(decay=0.8)
-    trainer = new_trainer(callbacks=[average, ZenFlowCallback()], max_epochs=3)
+    trainer = new_trainer(callbacks=[average, ZenFlowCallback()] if ours else [average], max_epochs=3)
     trainer.fit(module, loader())
-    optimizer_of(trainer).close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer_of(trainer).close()
+    assert any("were dropped" in str(each.message) for each in caught) != ours
     assert_bitwise(weights(module), weights(average._average_model.module))
-
-
-def test_eager_averages_need_nothing(tmp_path: Path) -> None:
-    expected, fitted = (averaged("ema", "hooks", options, tmp_path / str(options is None)) for options in (None, EXACT))
-    assert difference(fitted.weights, expected.weights) < TOLERANCE
 
 
 # Manual optimization.

@@ -198,10 +198,8 @@ def reference(name: str, folder: Path) -> Run:
 
 def check(name: str, folder: Path, *, compiled: bool) -> None:
     case = CASES[name]
-    # The reference model is averaged with parameters that no module's call reads.
-    optimizer = (zf.ZenFlowAdamW, {**EXACT, "overlap_step": name != "dpo_synchronized"})
     with zf.profile() as profile:
-        run = train(case, optimizer, folder, compiled=compiled)
+        run = train(case, ZENFLOW, folder, compiled=compiled)
     expected = reference(name, folder.parent)
     assert_trained(run.before, run.after)
     assert difference(run.after, expected.after) < 1e-5

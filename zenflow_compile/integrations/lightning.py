@@ -1,4 +1,4 @@
-"""A callback for ``lightning.pytorch``: flushes before the last save, and updates weights before averages read them."""
+"""A callback for ``lightning.pytorch``: flushes before the last save."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -25,17 +20,14 @@ from zenflow_compile.integrations.state_dict_hook import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 
 class ZenFlowCallback(Callback):
-    """Calls ``optimizer.flush()`` at the end of training, and makes every update visible to averaging callbacks.
+    """Calls ``optimizer.flush()`` at the end of training.
 
     It flushes every :class:`~zenflow_compile.optimizer.ZenFlowAdamW` of the trainer before a checkpoint that is written
     after the last step, and in any case before ``on_train_end`` of the other callbacks. The flush comes after the last
-    step, so it does not change training, and earlier checkpoints contain their update windows for a resume. If the
-    trainer has a ``StochasticWeightAveraging`` or ``WeightAveraging``, every step makes due updates
-    visible, at the cost of their overlap with the next forward.
+    step, so it does not change training, and earlier checkpoints contain their update windows for a resume.
 
     Its position among the callbacks does not matter.
 
@@ -72,8 +64,6 @@ class ZenFlowCallback(Callback):
         optimizers = [each for each in trainer.optimizers if isinstance(each, ZenFlowAdamW)]
         self._save = _LastSave(trainer, optimizers)
         self._hooks.append(pl_module.register_state_dict_pre_hook(StateDictHook(self._save.before_state_dict)))
-        if any(isinstance(each, _AVERAGING) for each in trainer.callbacks):
-            self._hooks += [each.register_step_post_hook(_synchronize) for each in optimizers]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._save is not None:
@@ -149,7 +139,3 @@ class _LastSave:
     def _flush(self) -> None:
         for optimizer in self._optimizers:
             optimizer.flush()
-
-
-def _synchronize(optimizer: Any, args: Any, kwargs: Any) -> None:
-    optimizer.synchronize()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 import os
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
@@ -799,6 +801,7 @@ class OffloadedParam(IncomingGradient):
             self.weights.accept()
             return False
         lost = self.due(now) > 0
+        held_back = bool(self.host.flushed) and not lost
         changed = self.drop_updates()
         counter = self.weights.counter
         if lost or (arriving and (changed or not (counter.shared or counter.exposed))):
@@ -812,6 +815,12 @@ class OffloadedParam(IncomingGradient):
                 "middle of an update window. That window was flushed at loading, and its update is lost now: load the "
                 "model's weights first and the optimizer's state after them, as by set_model_state_dict() and "
                 "set_optimizer_state_dict(); before weights are written by hand, call optimizer.synchronize()"
+            )
+        if held_back:
+            warnings.warn(
+                "updates that staleness=1 had held back are dropped, because their weights were written in the "
+                "meantime; call optimizer.flush() before weights are written, or pass staleness=0",
+                stacklevel=user_stacklevel(),
             )
         return changed
 

@@ -1,0 +1,204 @@
+"""Functions of other packages that read or write parameters without calling a module, and what runs around them.
+
+With a compiled model, an update becomes visible in front of the weight's next use in a graph. An average or a merge
+that reads parameters directly comes before that use. Each function of ``_FUNCTIONS`` is therefore replaced by one that
+makes the due updates of every live optimizer visible and then calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.engine import Engine
+
+Written: TypeAlias = Callable[[dict[str, Any]], Iterable[Tensor]]
+"""Given the arguments of a call by name, returns the parameters that it writes in place through ``.data``."""
+
+
+def _given_parameters(arguments: dict[str, Any]) -> list[Tensor]:
+    # The function reads them afterwards, and they may come from a generator.
+    params = arguments["parameters"] = list(arguments["parameters"])
+    return params
+
+
+def _of_module(arguments: dict[str, Any]) -> Iterable[Tensor]:
+    module: nn.Module = arguments["pl_module"]
+    return module.parameters()
+
+
+def _of_base_layers(arguments: dict[str, Any]) -> list[Tensor]:
+    """The weights into which PEFT merges adapters."""
+    model: nn.Module = arguments["self"].model
+    return [param for name, param in model.named_parameters() if ".base_layer." in f".{name}"]
+
+
+def _of_lightning(package: str) -> dict[str, dict[str, Written | None]]:
+    return {
+        f"{package}.callbacks.weight_averaging": {
+            # A second swap restores the weights before training continues, so the state still belongs to them.
+            "WeightAveraging._swap_models": None,
+            "WeightAveraging._copy_average_to_current": _of_module,
+        },
+        f"{package}.callbacks.stochastic_weight_avg": {
+            "StochasticWeightAveraging.transfer_weights": None,
+            "StochasticWeightAveraging.update_parameters": None,
+        },
+    }
+
+
+_FUNCTIONS: Mapping[str, Mapping[str, Written | None]] = {
+    "torch.nn.utils.convert_parameters": {"parameters_to_vector": None, "vector_to_parameters": None},
+    "torch.optim.swa_utils": {"AveragedModel.update_parameters": None},
+    "diffusers.training_utils": {
+        "EMAModel.__init__": None,
+        "EMAModel.step": None,
+        "EMAModel.store": None,
+        "EMAModel.copy_to": _given_parameters,
+        "EMAModel.restore": _given_parameters,
+    },
+    "peft.tuners.tuners_utils": {
+        "BaseTuner.merge_adapter": _of_base_layers,
+        "BaseTuner.unmerge_adapter": _of_base_layers,
+        "BaseTuner.merge_and_unload": _of_base_layers,
+    },
+    "stable_baselines3.common.utils": {"polyak_update": None},
+    "timm.utils.model_ema": {"ModelEmaV3.update": None},
+    "trl.generation.vllm_client": {"VLLMClient.update_model_params": None},
+    "trl.generation.vllm_generation": {"VLLMGeneration._iter_named_params": None},
+    "trl.trainer.callbacks": {"SyncRefModelCallback.sync_target_model": None},
+    **_of_lightning("lightning.pytorch"),
+    **_of_lightning("pytorch_lightning"),
+}
+"""By module and qualified name; None: the function writes no parameter, or its writes are noticed anyway: they move the
+version, or replace the memory."""
+
+
+def adapt_known_readers() -> None:
+    """Replace the functions of ``_FUNCTIONS`` in modules that are imported, and in others when they are imported.
+
+    Idempotent, and cheap from the second call on. Without a live optimizer the functions run as before.
+    """
+    hook = next((finder for finder in sys.meta_path if isinstance(finder, _ImportHook)), None)
+    if hook is None:
+        hook = _ImportHook()
+        sys.meta_path.insert(0, hook)
+    for name in _FUNCTIONS.keys() - hook.adapted:
+        if (module := sys.modules.get(name)) is not None:
+            hook.adapt(module)
+
+
+class _ImportHook(MetaPathFinder):
+    """Has modules of ``_FUNCTIONS`` adapted when they have been imported. Other finders find and load them.
+
+    Attributes:
+        adapted: names of the modules whose functions have been replaced.
+    """
+
+    def __init__(self) -> None:
+        self.adapted: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _FUNCTIONS:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                if spec.loader is not None:
+                    self._follow(spec.loader)
+                return spec
+        return None
+
+    def _follow(self, loader: Loader) -> None:
+        """Have ``adapt`` called after the next module that ``loader`` executes."""
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the method of its class again
+            loader.exec_module(module)
+            self.adapt(module)
+
+        with suppress(AttributeError):  # a loader without attributes: the next optimizer adapts its module
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+
+    def adapt(self, module: ModuleType) -> None:
+        """Replace the functions of ``module``. Warns of those that it does not have."""
+        functions = _FUNCTIONS.get(module.__name__, {})
+        missing = [name for name, written in functions.items() if not _replace(module, name, written)]
+        self.adapted.add(module.__name__)
+        if missing:
+            package = module.__name__.partition(".")[0]
+            names = ", ".join(f"{module.__name__}.{name}" for name in missing)
+            warnings.warn(
+                f"{package} {version(package)} has no {names}, before which this version of zenflow-compile makes due "
+                "updates visible: call optimizer.synchronize() before the code that took its place reads parameters",
+                stacklevel=user_stacklevel(),
+            )
+
+
+def _replace(module: ModuleType, qualified_name: str, written: Written | None) -> bool:
+    """Replace one function by ``_updates_first``. Returns False if the module does not have it."""
+    owner_name, _, name = qualified_name.rpartition(".")
+    owner = getattr(module, owner_name, None) if owner_name else module
+    found = inspect.getattr_static(owner, name, None)
+    if found is None:
+        return False
+    if isinstance(found, (staticmethod, classmethod)):
+        setattr(owner, name, type(found)(_updates_first(found.__func__, written)))
+    elif owner is not module:
+        setattr(owner, name, _updates_first(found, written))
+    else:
+        _replace_everywhere(found, _updates_first(found, written))
+    return True
+
+
+def _replace_everywhere(function: Any, replacement: Any) -> None:
+    """Replace a function of a module in every module that has it, under any name: ``from`` imports copy it."""
+    for module in tuple(sys.modules.values()):
+        with suppress(AttributeError):
+            names = object.__getattribute__(module, "__dict__")  # below lazy modules, which would be imported
+            for name in [name for name, value in tuple(names.items()) if value is function]:
+                names[name] = replacement
+
+
+def _updates_first(function: Callable[..., Any], written: Written | None) -> Callable[..., Any]:
+    """Return ``function``, with the due updates of every live optimizer made visible before it runs.
+
+    Parameters that it writes count as external writes, after which optimizer state follows the weights.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def updates_first(*args: Any, **keywords: Any) -> Any:
+        if torch.compiler.is_compiling():  # graphs fetch what they read
+            return function(*args, **keywords)
+        engines = [engine for engine in ops.live_engines() if isinstance(engine, Engine)]
+        for engine in engines:
+            engine.apply_due()
+            engine.hold_weights()
+        if written is None or not engines:
+            return function(*args, **keywords)
+        call = signature.bind(*args, **keywords)
+        params = [
+            param for param in written(call.arguments) if any(each.index_of(param) is not None for each in engines)
+        ]
+        try:
+            return function(*call.args, **call.kwargs)
+        finally:
+            torch.autograd.graph.increment_version(params)
+
+    return updates_first
