@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -214,13 +215,15 @@ class LazyEngine:
     def abandon(self) -> None:
         """Close the engine of a garbage-collected optimizer: apply due updates, and drop the update windows.
 
-        Update windows are not flushed: the time of collection is arbitrary, so runs would differ.
+        Update windows are not flushed: the time of collection is arbitrary, so runs would differ. For the same reason
+        the warning that they hold gradients comes at exit.
         """
         engine = self.built
         if engine is None:
             self._release()
         if engine is None or engine.closed:
             return
+        _unapplied.extend(engine.unapplied)
         with suppress(Exception):
             # The garbage collector may run in a worker, which cannot join itself.
             if engine.registry.runs(threading.current_thread()):
@@ -381,10 +384,29 @@ def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]
     return named
 
 
+_unapplied: list[int] = []
+"""``Engine.unapplied`` of optimizers that were garbage-collected."""
+
+
 @atexit.register
 def _close_all() -> None:
-    """Apply due updates before the interpreter unloads modules: operators that run after that abort the process."""
+    """Apply due updates before the interpreter unloads modules: operators that run after that abort the process.
+
+    Warns of update windows that were never applied: only now it is known that no step and no flush comes.
+    """
     for engine in ops.live_engines():
         if isinstance(engine, Engine):
+            _unapplied.extend(engine.unapplied)
             with suppress(Exception):
                 engine.close(flush=False)
+    if _unapplied:
+        warnings.warn(
+            f"the update windows of {len(_unapplied)} parameters were never applied, with gradients of up to "
+            f"{max(_unapplied)} steps, which a model that was saved after the last step lacks: call optimizer.flush() "
+            "before the last save, or pass total_steps= to the optimizer, which then flushes by itself; a run that "
+            "resumes from a saved optimizer state loses nothing",
+            stacklevel=user_stacklevel(),
+        )
+
+
+os.register_at_fork(after_in_child=_unapplied.clear)

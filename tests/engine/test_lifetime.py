@@ -218,7 +218,8 @@ training.backward(3)
 print("end")
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "ignore:the update windows", "-c", script]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "end"
     assert (done.returncode, done.stderr.strip()) == (0, "")
 

@@ -167,7 +167,7 @@ def test_close_after_a_change_names_the_loss(options: dict[str, Any], synchroniz
             own.zero_grad()
     if synchronized:
         optimizer.synchronize()
-    holds = any(each.window_holds_gradients for each in optimizer.engine.offloaded.values())
+    holds = any(each.window_gradients for each in optimizer.engine.offloaded.values())
     due = any(each.host.flushed for each in optimizer.engine.offloaded.values())
     assert holds == bool(options)
     assert due == (not synchronized) or options

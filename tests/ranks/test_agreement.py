@@ -235,6 +235,28 @@ def test_flush_on_one_rank_raises_on_all(two_ranks: RankProcesses, call: str) ->
         assert f"calls {call}()" in text
 
 
+def ended_by_total_steps(rank: int, total_steps: int | None) -> list[torch.Tensor]:
+    model = uneven()
+    optimizer = on_ranks(model, topk_ratio=0.25, update_interval=4, total_steps=total_steps, **OFFLOAD)
+    for step in range(6):
+        backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    if total_steps is None:
+        optimizer.flush()
+    assert not optimizer.engine.windows_hold_gradients
+    weights = [param.detach().clone() for param in model.parameters()]
+    optimizer.close()
+    return weights
+
+
+def test_last_step_flushes_on_all_ranks(two_ranks: RankProcesses) -> None:
+    first, second = two_ranks.call(ended_by_total_steps, 6)
+    flushed, _ = two_ranks.call(ended_by_total_steps, None)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(first, flushed, strict=True))
+
+
 def two_heads(rank: int) -> list[torch.Tensor]:
     """Two optimizers over a model, of which each rank sees another one's gradient first."""
     torch.manual_seed(0)

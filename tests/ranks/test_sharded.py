@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
-from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, train
-from tests.ranks.sharded import across_slices, crosswise, train_sharded, whole
+from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, train
+from tests.ranks.sharded import across_slices, crosswise, sharded, train_sharded, whole
 from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
@@ -165,3 +165,24 @@ def test_frozen_groups_train_as_with_adamw(
 def test_option_clips_by_the_norm_of_all_shards(two_ranks: RankProcesses) -> None:
     results = two_ranks.call(train_sharded, 2, {**ALL_POLICIES["zenflow"], "max_grad_norm": 0.1})
     assert difference(results[0], train(None, clip=0.1)) < EXACT
+
+
+def last_step_flushes(rank: int) -> list[Tensor]:
+    model = sharded()
+    optimizer = optimizer_over(model, {**WINDOWED["re-selecting"], "total_steps": 6}, "")
+    for step in range(6):
+        x, y = batch(step, rank, 2)
+        F.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not optimizer.engine.windows_hold_gradients
+    weights = whole(model)
+    optimizer.close()
+    return weights
+
+
+def test_last_step_flushes_shards(two_ranks: RankProcesses) -> None:
+    results = two_ranks.call(last_step_flushes)
+    expected = two_ranks.call(train_sharded, 2, WINDOWED["re-selecting"], steps=6)
+    for one, other in zip(results, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))

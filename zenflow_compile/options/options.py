@@ -128,6 +128,9 @@ class Options:
             nothing. It may differ between runs, and is saved in the state.
         full_warm_up_rounds: Steps at the start, >= 0, in which every update window is flushed at once: synchronous,
             exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
+        total_steps: Steps, >= 1, after which training ends: the last one flushes every update window, so that a model
+            that is saved then has every gradient, for programs without a place to call ``flush()``. A resumed run
+            counts the steps before. Training may continue. None: only ``flush()`` and ``close()`` do.
         overlap_step: Run host updates during the device's work. False makes every due update visible when ``step()``
             returns (when ``backward()`` returns, without an optimizer object), for code that reads weights by hand,
             such as an EMA; all policies but ``"zenflow"`` always do so. This changes time, never numbers.
@@ -211,6 +214,7 @@ class Options:
     max_update_interval: int = _integer(4, 1, LONGEST_UPDATE_INTERVAL)
     min_update_interval: int | None = None  # its range depends on ``max_update_interval``
     full_warm_up_rounds: int = _integer(0, 0)
+    total_steps: int | None = _integer(None, 1, unless=(None,))
     overlap_step: bool = _option(True, check_flag)
     staleness: int = _integer(0, 0, 1)
     offload: bool = _option(False, check_flag)

@@ -31,6 +31,7 @@ _READERS: dict[str, tuple[str, ...]] = {
             "max_update_interval",
             "min_update_interval",
             "full_warm_up_rounds",
+            "total_steps",
             "staleness",
             "offload",
             "auto_ratio",

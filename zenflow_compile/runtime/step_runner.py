@@ -28,7 +28,18 @@ class StepRunner(OptimizerRuntime):
     @property
     def windows_hold_gradients(self) -> bool:
         """Whether any update window holds gradients, so that a flush would apply them."""
-        return any(offloaded.window_holds_gradients for offloaded in self.offloaded.values())
+        return any(offloaded.window_gradients for offloaded in self.offloaded.values())
+
+    @property
+    def unapplied(self) -> list[int]:
+        """For each parameter that a flush would change, the number of gradients at most that it would apply.
+
+        Empty where no flush is possible; of several ranks, the first one answers.
+        """
+        other_rank = self.calls is not None and self.calls.group.rank > 0
+        if self.closed or self._closing or self.failure is not None or self.in_child or other_rank:
+            return []
+        return [count for offloaded in self.offloaded.values() if (count := offloaded.unapplied(self.step))]
 
     @property
     def has_gradients(self) -> bool:
@@ -45,17 +56,23 @@ class StepRunner(OptimizerRuntime):
     def run_step(self) -> bool:
         """Run one optimizer step on all gradients. Returns False without any; nothing has been changed then.
 
+        The last one of ``total_steps`` flushes.
+
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
         self._check()
         if self.device_memory.given_back:
             self._bring_back()
         if (calls := self.calls) is None:
-            return self._run_step()
-        with calls.step(self.step) as shortest_window:
-            if self.schedule.shortest_window is None:
-                self.schedule.shortest_window = shortest_window
-            return self._run_step()
+            ran = self._run_step()
+        else:
+            with calls.step(self.step) as shortest_window:
+                if self.schedule.shortest_window is None:
+                    self.schedule.shortest_window = shortest_window
+                ran = self._run_step()
+        if ran and self.step == self.options.total_steps:
+            self.flush()
+        return ran
 
     def _run_step(self) -> bool:
         present, untaken = self.registry.check_gradients()

@@ -563,10 +563,14 @@ class OffloadedParam(IncomingGradient):
         return window
 
     @property
-    def window_holds_gradients(self) -> bool:
-        """Whether the update window has gradients, in buffers or as a sum."""
+    def window_gradients(self) -> int:
+        """Number of gradients in the update window, in buffers or as a sum."""
         window_sum = None if self.pending is None else self.pending.window_sum
-        return bool(self.host.open) or (window_sum is not None and bool(window_sum.coefficients))
+        return len(self.host.open) + (0 if window_sum is None else len(window_sum.coefficients))
+
+    def unapplied(self, now: int) -> int:
+        """How many gradients at most a flush after ``now`` steps would apply, held back updates included."""
+        return self.window_gradients + self.plan.interval * (len(self.host.flushed) - self.due(now))
 
     def drop_window(self) -> int:
         """Empty the update window without applying its gradients, and return how many there were.

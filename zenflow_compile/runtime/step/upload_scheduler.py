@@ -195,7 +195,7 @@ class UploadScheduler:
                 if self._registry.changed(offloaded.plan.index):  # moved or resized: not the weights of its updates
                     if offloaded.due(now):
                         lost.append(_lost_by_change(offloaded.plan.name))
-                    elif offloaded.host.flushed or (flush and offloaded.window_holds_gradients):
+                    elif offloaded.host.flushed or (flush and offloaded.window_gradients):
                         changed.append(offloaded.plan.name)
                     offloaded.abandon()
                     continue
