@@ -741,6 +741,75 @@ def test_callback_without_our_optimizer() -> None:
         train("eager", None, callbacks=[ZenFlowCallback()])
 
 
+def given(keywords: Mapping[str, Any], **arguments: Any) -> Trainer:
+    """A Trainer that begins to train with these keywords of the optimizer, and the default arguments but for these."""
+    names = ("learning_rate", "weight_decay", "adam_epsilon")
+    defaults = {name: value for name, value in ARGUMENTS.items() if name not in names}
+    trainer = Trainer(
+        model=model_of(),
+        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **{**defaults, "max_steps": 1, **arguments}),
+        train_dataset=Tokens(24),
+        optimizer_cls_and_kwargs=(zf.ZenFlowAdamW, dict(keywords)),
+        callbacks=[ZenFlowCallback()],
+    )
+    trainer.train()
+    return trainer
+
+
+DECAY = r"weight_decay={} of the optimizer has no effect.*args\.weight_decay={}.*TrainingArguments\(weight_decay={}\)"
+DEFAULT = r"was given no {} .* its default, {},.*TrainingArguments has {}.*pass optimizer_cls_and_kwargs="
+
+
+@pytest.mark.parametrize(
+    ("keywords", "arguments", "error"),
+    [
+        ({"lr": 2e-4, "weight_decay": 0.1}, {}, DECAY.format(0.1, 0.0, 0.1)),
+        ({"lr": 2e-4, "weight_decay": 0.01}, {}, DECAY.format(0.01, 0.0, 0.01)),
+        ({"lr": 2e-4, "weight_decay": 0.0}, {"weight_decay": 0.1}, DECAY.format("0.0", 0.1, "0.0")),
+        ({}, {}, DEFAULT.format("lr", "0.001", "learning_rate=5e-05")),
+        ({}, {"warmup_steps": 1}, DEFAULT.format("lr", "0.001", "learning_rate=5e-05")),
+        ({"lr": 2e-4}, {"adam_beta2": 0.95}, DEFAULT.format("betas", r"\(0.9, 0.999\)", ".*0.95")),
+        ({"lr": 2e-4}, {"adam_epsilon": 1e-6}, DEFAULT.format("eps", "1e-08", "adam_epsilon=1e-06")),
+    ],
+)
+def test_silent_hyperparameters_raise(keywords: dict[str, Any], arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        given(keywords, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "arguments", "decay"),
+    [
+        ({"lr": 1e-3}, {}, 0.0),
+        ({"lr": 2e-4}, {"weight_decay": 0.1}, 0.1),
+        ({"lr": 2e-4, "weight_decay": 0.1}, {"weight_decay": 0.1}, 0.1),
+        ({}, {"learning_rate": 1e-3}, 0.0),
+    ],
+)
+def test_stated_hyperparameters_train(keywords: dict[str, Any], arguments: dict[str, Any], decay: float) -> None:
+    groups = given(keywords, **arguments).optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [decay, 0.0]
+    assert {group["initial_lr"] for group in groups} == {keywords.get("lr", 1e-3)}
+
+
+def test_groups_of_the_user_decide() -> None:
+    """``optimizers=``: with groups of one's own, which the Trainer does not change."""
+    model = model_of()
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() == 1]
+    groups = [{"params": matrices, "lr": 1e-4}, {"params": others, "lr": 1e-4, "weight_decay": 0.0}]
+    optimizer = zf.ZenFlowAdamW(groups, weight_decay=0.1)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **{**ARGUMENTS, "adam_epsilon": 1e-8, "max_steps": 1}),
+        train_dataset=Tokens(24),
+        optimizers=(optimizer, None),
+        callbacks=[ZenFlowCallback()],
+    )
+    trainer.train()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
 def test_callback_is_used_again_and_leaves_no_hook() -> None:
     callback = ZenFlowCallback()
     copies = []

@@ -1,7 +1,8 @@
-"""A callback for the Hugging Face Trainer: flushes before the last save."""
+"""A callback for the Hugging Face Trainer: checks the hyperparameters, and flushes before the last save."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -10,9 +11,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from zenflow_compile.integrations.state_dict_hook import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
+_PARAMETERS = inspect.signature(ZenFlowAdamW).parameters
+
 
 class ZenFlowCallback(TrainerCallback):
     """Calls ``optimizer.flush()`` at the end of training, before the last checkpoint is written.
+
+    When training begins, it refuses hyperparameters that would silently not be those of ``TrainingArguments``: the
+    Trainer gives its own only to optimizers that it knows by name, and its param groups carry ``args.weight_decay``.
 
     With ``update_interval`` above 1, the gradients of the last steps are in open update windows when training ends, and
     the Trainer neither flushes nor closes its optimizer. This callback applies them before the last checkpoint is
@@ -23,7 +29,9 @@ class ZenFlowCallback(TrainerCallback):
     A run that resumes from the last checkpoint starts with empty update windows, like one that called ``flush()``.
 
     Example:
-        >>> Trainer(..., optimizer_cls_and_kwargs=(ZenFlowAdamW, {"lr": 2e-5}), callbacks=[ZenFlowCallback()])
+        >>> args = TrainingArguments("out", learning_rate=2e-5, weight_decay=0.1)
+        >>> optimizer = (ZenFlowAdamW, {"lr": args.learning_rate})
+        >>> Trainer(..., args=args, optimizer_cls_and_kwargs=optimizer, callbacks=[ZenFlowCallback()])
     """
 
     def __init__(self) -> None:
@@ -37,9 +45,14 @@ class ZenFlowCallback(TrainerCallback):
         """
         Raises:
             TypeError: the Trainer's optimizer is not a ``ZenFlowAdamW``.
+            ValueError: it was given a weight decay that no param group has, since the Trainer's groups carry their own;
+                or ``lr``, ``betas`` or ``eps`` were not given, and differ from those in ``args``.
         """
         self._end()  # drops the optimizer of a training that failed
-        self._optimizer = _unwrapped(kwargs["optimizer"])
+        optimizer = _unwrapped(kwargs["optimizer"])
+        _check_weight_decay(optimizer, args)
+        _check_left_out(optimizer, args)
+        self._optimizer = optimizer
         self._control = control
         # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
         self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self.before_state_dict))
@@ -79,6 +92,50 @@ class ZenFlowCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
         self._optimizer = self._control = self._hook = None
+
+
+def _was_given(optimizer: ZenFlowAdamW, name: str) -> bool:
+    # An equal number that the user passed is another object than the default.
+    return optimizer.defaults[name] is not _PARAMETERS[name].default
+
+
+def _check_weight_decay(optimizer: ZenFlowAdamW, args: TrainingArguments) -> None:
+    """
+    Raises:
+        ValueError: the optimizer was given a weight decay, and has the Trainer's groups, which have another one.
+    """
+    given = optimizer.defaults["weight_decay"]
+    used = {group["weight_decay"] for group in optimizer.param_groups}
+    of_trainer = args.weight_decay in used and used <= {args.weight_decay, 0.0}
+    if _was_given(optimizer, "weight_decay") and of_trainer and given != args.weight_decay:
+        raise ValueError(
+            f"weight_decay={given} of the optimizer has no effect: the Trainer's param groups carry "
+            f"args.weight_decay={args.weight_decay}, and 0 for biases and norms: pass "
+            f"TrainingArguments(weight_decay={given}), and leave it out of the optimizer's keywords"
+        )
+
+
+def _check_left_out(optimizer: ZenFlowAdamW, args: TrainingArguments) -> None:
+    """
+    Raises:
+        ValueError: a hyperparameter was not given, and its default, which a group uses, is not that of ``args``.
+    """
+    expected = {
+        "lr": ("learning_rate", args.learning_rate),
+        "betas": ("(adam_beta1, adam_beta2)", (args.adam_beta1, args.adam_beta2)),
+        "eps": ("adam_epsilon", args.adam_epsilon),
+    }
+    for name, (argument, value) in expected.items():
+        default = optimizer.defaults[name]
+        first = "initial_lr" if name == "lr" else name  # a scheduler has changed the rate by now
+        is_used = any(group.get(first, group[name]) == default for group in optimizer.param_groups)
+        if is_used and default != value and not _was_given(optimizer, name):
+            raise ValueError(
+                f"the optimizer was given no {name} and would train with its default, {default}, while "
+                f"TrainingArguments has {argument}={value}, which the Trainer passes only to optimizers that it knows "
+                f'by name: pass optimizer_cls_and_kwargs=(ZenFlowAdamW, {{"{name}": {value}, ...}}), or the value that '
+                "you want"
+            )
 
 
 def _unwrapped(optimizer: Any) -> ZenFlowAdamW:
