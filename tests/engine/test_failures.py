@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -171,21 +170,6 @@ def test_half_done_step_stops_training(calls: int, monkeypatch: pytest.MonkeyPat
         training.backward(4)
     assert caught.value.__cause__ is error
     assert_same(training.load(saved).run(3, 6).weights(), expected)
-
-
-def test_missing_thread_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(EAGER_BACKEND, {"update_interval": 1})
-    saved = training.saved()
-
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError, match="new thread"):
-            training.step(0)
-    expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3).weights()
-    assert_same(training.load(saved).run(0, 3).weights(), expected)
 
 
 def test_error_in_the_with_block_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

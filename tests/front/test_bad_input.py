@@ -315,7 +315,7 @@ def test_more_host_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None
     needed = 2 * 64 * 64 * (3 * 4 + (4 + 1) * 4)
     options = {**OFFLOAD_ALL, "topk_ratio": 0.0}
     message = (
-        r"need 0\.0 GiB of host memory, but only 0\.0 GiB are available \(the machine\); .*"
+        r"need 256\.0 KiB of host memory, but only 256\.0 KiB are available \(the machine\); .*"
         r"larger topk_ratio, a smaller update_interval or a larger device_share.*policy=\"resident\""
     )
     monkeypatch.setattr(arena, "available_host_memory", lambda: (needed - 1, "the machine"))

@@ -110,8 +110,21 @@ def test_negative_size_is_refused() -> None:
 
 
 def test_failed_mapping_is_a_memory_error() -> None:
-    with pytest.raises(MemoryError, match="did not map"):
+    with pytest.raises(MemoryError, match=r"did not map 1073741824\.0 GiB of host memory.*\(ulimit -v\)"):
         HostArena(1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("length", "text"), [(1, "4.0 KiB"), (100_000, "100.0 KiB"), (200 << 20, "200.0 MiB"), (3 << 29, "1.5 GiB")]
+)
+def test_size_of_a_failed_mapping_has_its_unit(length: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused:
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(arena_module, "_Mapping", Refused)
+    with pytest.raises(MemoryError, match=rf"did not map {text} of host memory"):
+        HostArena(length)
 
 
 @linux

@@ -123,6 +123,14 @@ class CopyLane(Protocol):
         """Whether native threads can wait for its copies."""
         ...
 
+    def start(self) -> None:
+        """Start the lane's thread, if it has one. Idempotent: ``submit`` does it, too.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        ...
+
     def submit(
         self,
         target: Tensor,

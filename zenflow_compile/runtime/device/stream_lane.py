@@ -101,6 +101,9 @@ class StreamLane:
         self._copies = 0
         self._closed = False
 
+    def start(self) -> None:
+        """Nothing to do: the device makes the copies."""
+
     def submit(
         self,
         target: Tensor,

@@ -107,6 +107,11 @@ class ThreadLane:
         self._queue: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None]  # made with the thread
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """See :meth:`CopyLane.start`."""
+        if self._thread is None:
+            self._start()
+
     def submit(
         self,
         target: Tensor,
@@ -161,8 +166,7 @@ class ThreadLane:
         return thread is self._thread
 
     def _hand_over(self, copy: _Copy) -> ThreadTicket:
-        if self._thread is None:
-            self._start()
+        self.start()
         ticket = ThreadTicket()
         self._queue.put((copy, ticket))
         if self._thread is None:  # it has ended by an error since, and may have emptied the queue before

@@ -56,8 +56,8 @@ def require_host_memory(needed_bytes: int, remedies: str, processes: int = 1) ->
     if needed_bytes * processes > available_bytes:
         each = "" if processes == 1 else f" in each of {processes} ranks on this machine"
         raise ValueError(
-            f"optimizer state and gradient windows need {_gib(needed_bytes)} of host memory{each}, but only "
-            f"{_gib(available_bytes)} are available ({limited_by}); free some, or choose {remedies}"
+            f"optimizer state and gradient windows need {_size(needed_bytes)} of host memory{each}, but only "
+            f"{_size(available_bytes)} are available ({limited_by}); free some, or choose {remedies}"
         )
 
 
@@ -68,7 +68,7 @@ def available_host_memory(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP
     the kernel would give back count as available.
     """
     machine = psutil.virtual_memory()
-    bounds = [(int(machine.available), f"the machine has {_gib(machine.total)}")]
+    bounds = [(int(machine.available), f"the machine has {_size(machine.total)}")]
     for group, version in groups_of("memory", cgroups, membership):
         if (bound := _cgroup_bound(group, *_MEMORY_FILES[version])) is not None:
             bounds.append(bound)
@@ -84,7 +84,7 @@ def _cgroup_bound(group: Path, limit_file: str, usage_file: str, cache_key: str)
         left = limit - usage + int(statistics.get(cache_key, 0))
     except (OSError, ValueError):
         return None
-    return max(0, left), f"the control group {group} is limited to {_gib(limit)}"
+    return max(0, left), f"the control group {group} is limited to {_size(limit)}"
 
 
 def carved_bytes(pieces: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
@@ -162,7 +162,7 @@ class HostArena:
             except RuntimeError as error:
                 if remedies is not None:
                     warnings.warn(
-                        f"the driver refused to pin {_gib(len(mapping))} of host memory ({error}). Training is as "
+                        f"the driver refused to pin {_size(len(mapping))} of host memory ({error}). Training is as "
                         "correct, but copies between host and device go through the driver's small buffers now: "
                         "slower, and the training thread waits for them. Raise the limit on locked memory (ulimit -l), "
                         f"free host memory, or make do with less: {remedies}",
@@ -229,7 +229,10 @@ def _map(total_bytes: int) -> _Mapping:
         # Private: shared anonymous memory would get no huge pages.
         mapping = _Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"the operating system did not map {_gib(length)} of host memory: {error}") from error
+        raise MemoryError(
+            f"the operating system did not map {_size(length)} of host memory: {error}; free memory, or raise the "
+            "limit on address space (ulimit -v) or on mappings (vm.max_map_count)"
+        ) from error
     mapping.owner = os.getpid()
     mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # neither exists on every platform and kernel
@@ -243,5 +246,8 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+def _size(count: int) -> str:
+    """A number of bytes in the largest unit of which it has one."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    unit = next((unit for unit, size in units.items() if abs(count) >= size), None)
+    return f"{count} bytes" if unit is None else f"{count / units[unit]:.1f} {unit}"

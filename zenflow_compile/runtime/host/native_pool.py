@@ -222,11 +222,11 @@ def _address(memory: HostJob, member: str) -> int:
 
 
 class NativePool:
-    """Native threads that run jobs; started with the first job.
+    """Native threads that run jobs.
 
     Attributes:
-        handle: the address of the native pool, which jobs keep, and not this object. Null before the first job was
-            submitted, and after the end.
+        handle: the address of the native pool, which jobs keep, and not this object. Null before the start, and after
+            the end.
         failed: a job has failed, as far as ``land`` has seen.
     """
 
@@ -256,6 +256,11 @@ class NativePool:
         self._owners: list[Any] = []  # see [Note: native memory]
         self._end = weakref.finalize(self, _end, self.handle, self._owners)
 
+    def start(self) -> None:
+        """See :meth:`Pool.start`."""
+        if not self.handle:
+            self._open()
+
     def submit(self, *jobs: NativeJob) -> None:
         """Queue all of ``jobs``, or none, if an interrupt comes before.
 
@@ -264,8 +269,7 @@ class NativePool:
         """
         try:
             self.land()
-            if not self.handle:
-                self._open()
+            self.start()
             pointers = (ctypes.POINTER(HostJob) * len(jobs))(*(ctypes.pointer(job.memory) for job in jobs))
             self._in_flight += jobs
             self._owners += [job.owners for job in jobs]  # before threads see the addresses

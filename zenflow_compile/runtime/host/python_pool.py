@@ -217,18 +217,22 @@ class PythonPool:
     def land(self) -> None:
         """Nothing to do: the threads record what they do."""
 
+    def start(self) -> None:
+        """See :meth:`Pool.start`."""
+        if not self._complete:
+            self._start()
+
     def submit(self, *jobs: PythonJob) -> None:
         """Queue all tasks of ``jobs``. Wakes the workers one time for all jobs, since each asks for the GIL.
 
         Raises:
             RuntimeError: the system does not start a thread. The jobs have failed then.
         """
-        if not self._complete:
-            try:
-                self._start()
-            except BaseException as error:
-                self._refuse(jobs, error)
-                raise
+        try:
+            self.start()
+        except BaseException as error:
+            self._refuse(jobs, error)
+            raise
         try:
             queued = [_Queued(job, self.workers) for job in jobs if job.tasks]
             entries = [(each.job.step, each.job.deadline, next(self._order), each) for each in queued]

@@ -86,13 +86,21 @@ _Kind = TypeVar("_Kind", bound=Job, contravariant=True)
 
 
 class Pool(Protocol[_Kind]):
-    """Threads that run jobs; started with the first one.
+    """Threads that run jobs.
 
     Attributes:
         failed: a job has failed.
     """
 
     failed: bool
+
+    def start(self) -> None:
+        """Start the threads, which ``submit`` does, too. Idempotent.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        ...
 
     def land(self) -> None:
         """Record the jobs that have ended since, where the threads have not."""
@@ -145,6 +153,10 @@ class HostWorkers:
         """Whether a job has failed."""
         self._native.land()
         return self._native.failed or self._python.failed
+
+    def start(self, *, native: bool) -> None:
+        """Start the threads for jobs that are ``native``, or for the others. Raises: see :meth:`Pool.start`."""
+        (self._native if native else self._python).start()
 
     def land(self) -> None:
         """Record the jobs that have ended since."""

@@ -115,6 +115,7 @@ class EngineMemory:
         Raises:
             ValueError: ``nvme_path`` cannot hold the state.
             torch.OutOfMemoryError: the device cannot hold rings or buffers.
+            RuntimeError: the system does not start a thread.
         """
         upload_count = upload_buffers(plan, self._options)
         in_files = [param for param in new if param.in_file]
@@ -166,7 +167,22 @@ class EngineMemory:
         if self.transport.exchange is not None:
             self.transport.exchange.fit(plan.exchange_buffer_bytes)
         self.streamed.fit(subgroups)
+        self._start_threads(on_host, streams_state=bool(subgroups))
         return Allocated(arena, hosts, subgroups)
+
+    def _start_threads(self, on_host: Sequence[ParamPlan], *, streams_state: bool) -> None:
+        """Start the threads that will be needed: later, a step would fail half-way where the system starts none.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        if on_host:
+            self.transport.workers.start(native=self._is_native(on_host[0]))
+        if self.transport.files is not None:
+            self.transport.files.files.threads.start()
+        if on_host or streams_state:
+            self.transport.to_host.start()
+            self.transport.to_device.start()
 
     def keep(self, allocated: Allocated) -> None:
         """Serve the parameters of ``allocated``, and own their memory. Cannot fail."""
