@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, mlp
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, LARGEST_STATE, Training, mlp
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -128,7 +128,9 @@ def test_write_warns_of_held_back_updates() -> None:
 def test_replaced_data_over_an_update_raises() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     param = next(training.model.parameters())
-    param.data = param.data.clone()
+    with pytest.raises(RuntimeError, match=IN_FLIGHT):
+        param.data = param.data.clone()
+    param.data = torch.ones_like(param)
     with pytest.raises(RuntimeError, match="which is lost now"):
         training.step(3)
 

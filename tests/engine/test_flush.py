@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, LARGEST_STATE, Training, assert_same
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.host import host_adam
 
@@ -142,8 +142,9 @@ def test_flush_over_a_lost_update_raises() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": "auto", "min_update_interval": 1}).run(0, 7)
     due = [each for each in training.optimizer.engine.offloaded.values() if each.host.flushed]
     assert due
-    with torch.no_grad():
+    with torch.no_grad(), pytest.raises(RuntimeError, match=IN_FLIGHT):
         due[0].param.add_(1.0)
+    due[0].param.data = torch.ones_like(due[0].param)
     with pytest.raises(RuntimeError, match="which is lost now"):
         training.optimizer.flush()
     assert not any(each.host.open or each.host.flushed for each in training.optimizer.engine.offloaded.values())

@@ -22,6 +22,7 @@ from tests.support.training import (
     EAGER_BACKEND,
     ENTRIES,
     ENTRY_IDS,
+    IN_FLIGHT,
     OFFLOAD_ALL,
     Training,
     assert_same,
@@ -249,6 +250,9 @@ def test_copied_model_has_no_owner() -> None:
 def test_saved_parameters_have_no_owner() -> None:
     """The test pickles ``Parameter`` objects, not the plain tensors of a state dict."""
     training = Training(EAGER_BACKEND).run(0, 2)
+    with pytest.raises(RuntimeError, match=IN_FLIGHT):
+        torch.save(dict(training.model.named_parameters()), io.BytesIO())
+    training.optimizer.synchronize()
     file = io.BytesIO()
     torch.save(dict(training.model.named_parameters()), file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Code that reads weights outside of our graphs gets the weights that AdamW would have at that moment.
+"""Code that reads weights outside of our graphs gets the weights that AdamW would have at that moment, or an error.
 
 Host updates are made slow, so that a read that does not wait for them sees old weights for certain.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, IN_FLIGHT
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.host import host_adam
@@ -135,7 +135,8 @@ def test_copies_hold_current_weights(made: str) -> None:
     pair = Pair({})
     for step in range(STEPS):
         pair.step(step)
-        assert pair.difference() > 1e-4, "the control: without a reader, weights are behind"
+        with pytest.raises(RuntimeError, match=IN_FLIGHT):  # the control: without a reader, weights are behind
+            pair.difference()
         teacher = COPIES[made](pair.model)
         assert pair.difference(teacher) < CLOSE
         assert evaluated(pair, teacher) < 1e-5
@@ -149,7 +150,8 @@ def test_copies_are_independent_of_the_engine() -> None:
     pair.step(1)
     with torch.no_grad():
         teacher(batch(99))
-    assert pair.difference() > 1e-4, "calling a copy applies nothing to the original"
+    with pytest.raises(RuntimeError, match=IN_FLIGHT):  # calling a copy applies nothing to the original
+        pair.difference()
     assert torch.equal(parameters_to_vector(teacher.parameters()), before)
     optimizer = ZenFlowAdamW(teacher.parameters(), **EXACT)
     call = torch.compile(teacher, **EAGER_BACKEND)
@@ -165,7 +167,8 @@ def test_evaluation_of_the_uncompiled_module() -> None:
     pair = Pair({})
     for step in range(STEPS):
         pair.step(step)
-        assert pair.difference() > 1e-4
+        with pytest.raises(RuntimeError, match=IN_FLIGHT):
+            pair.difference()
         assert evaluated(pair, pair.model) < 1e-5
         assert pair.difference() < CLOSE
 
@@ -313,7 +316,8 @@ def test_generate_sees_current_weights() -> None:
     prompt = torch.arange(8)[None]
     for step in range(2):
         pair.step(step)
-        assert pair.difference() > 1e-4
+        with pytest.raises(RuntimeError, match=IN_FLIGHT):
+            pair.difference()
         settings = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
         seen, expected = pair.model.generate(prompt, **settings), pair.expected.generate(prompt, **settings)
         assert pair.difference() < CLOSE
@@ -360,12 +364,13 @@ def test_ema_equals_adamws(policy: str, entry: str, tmp_path: Path) -> None:
         assert (ours - expected).abs().max() < CLOSE
 
 
-def test_manual_reads_lag_with_overlap() -> None:
+def test_manual_reads_raise_with_overlap() -> None:
     """This is the control of the test above."""
     pair = Pair({"overlap_step": True})
     for step in range(2):
         pair.step(step)
-        assert pair.difference() > 1e-4
+        with pytest.raises(RuntimeError, match=IN_FLIGHT):
+            pair.difference()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.support.training import (
     EAGER_BACKEND,
     ENTRIES,
     ENTRY_IDS,
+    IN_FLIGHT,
     Training,
     assert_same,
     batch,
@@ -53,12 +54,14 @@ def test_compiled_models_state_dict_is_current(staleness: int) -> None:
             assert torch.equal(value, expected[prefix + name]), name
 
 
-def test_weights_lag_until_they_are_read() -> None:
-    """This is the control of the tests above: without a reader, deferred slices are applied at their first use."""
+def test_reads_and_writes_raise_until_a_reader_applies() -> None:
+    """This is the control of the tests above: without a reader, no update is applied before its first use."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
-    before = training.weights_as_they_are()
-    after = training.weights()
-    assert not torch.equal(before[0], after[0])
+    with pytest.raises(RuntimeError, match=IN_FLIGHT):
+        training.weights_as_they_are()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=IN_FLIGHT):
+        training.model[0].weight.zero_()
+    assert_same(training.weights(), Training(None, {"update_interval": 1}).run(0, 3).weights())
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
@@ -130,27 +133,36 @@ def test_uncompiled_call_sees_due_updates() -> None:
     assert_same(training.run(4, 5).weights(), expected)
 
 
-def test_gradient_of_old_weights_raises() -> None:
+def test_forward_with_old_weights_raises() -> None:
     """Code that calls no module reads weights that an update in flight replaces; after synchronize() it is right."""
     options = {"update_interval": 1}
     expected = Training(None, options).run(0, 5).weights()
     training = Training(EAGER_BACKEND, options).run(0, 3)
     compiled, training.call = training.call, without_modules(training.model)
-    with pytest.raises(RuntimeError, match=r"old weights; call optimizer\.synchronize"):
+    with pytest.raises(RuntimeError, match=IN_FLIGHT):
         training.step(3)
-    training.optimizer.zero_grad()
     training.optimizer.synchronize()
     training.step(3)
     training.call = compiled
     assert_same(training.run(4, 5).weights(), expected)
 
 
+def test_gradient_of_old_weights_raises() -> None:
+    """Its forward came before the step, and its backward reads no weight that an update in flight replaces."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
+    training.optimizer.synchronize()
+    older = nn.functional.linear(batch(9)[0], training.model[0].weight).sum()
+    training.step(2)
+    with pytest.raises(RuntimeError, match=r"old weights; call optimizer\.synchronize"):
+        older.backward()
+
+
 def test_write_over_an_update_in_flight_raises() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
-    with torch.no_grad():
+    with torch.no_grad(), pytest.raises(RuntimeError, match=IN_FLIGHT):
         training.model[0].weight.clamp_(-1e9, 1e9)
-    with pytest.raises(RuntimeError, match=r"which is lost now; call optimizer\.synchronize"):
-        training.step(3)
+    training.step(3)
+    assert_same(training.weights(), Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights())
 
 
 @pytest.mark.parametrize("interval", [1, 4])

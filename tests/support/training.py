@@ -23,6 +23,9 @@ OFFLOAD_ALL: dict[str, Any] = {"host_kernel": "native", "min_offload_size": 100,
 LARGEST_STATE = 12 * 32 * 32
 
 EAGER_BACKEND: dict[str, Any] = {"backend": "zenflow", "options": {"inner": "eager"}}
+# What code outside of graphs gets that reads or writes a weight whose update is in flight.
+IN_FLIGHT = r"an update of \S+ is in flight.*optimizer\.synchronize\(\)"
+
 ENTRIES = [None, EAGER_BACKEND]
 ENTRY_IDS = ["hooks", "graph"]
 

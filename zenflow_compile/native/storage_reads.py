@@ -11,43 +11,20 @@ import torch
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.native.build import BuildError, load_storage_reads
-from zenflow_compile.torch_internals.torch_private import (
-    Refusal,
-    mark_refused,
-    profiler_active,
-    refusal_of,
-    storage_identity,
-    unmark_refused,
-)
+from zenflow_compile.torch_internals.torch_private import REFUSAL, Refusal, profiler_active, storage_identity
 
 
+@cache  # a cached answer costs no Python call: each step asks for each parameter
 def can_refuse_reads() -> bool:
     """Return whether the C++ source works here; the first call compiles it, or warns that it cannot."""
     return _library() is not None
 
 
-def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: bytes) -> None:
-    """Make every access to the memory of a storage raise ``RuntimeError``, also through views.
+class ReadGuard:
+    """Makes every access to the memory of a storage raise ``RuntimeError``, also through views, for a time.
 
     Does nothing if the C++ source cannot be compiled here; the first call warns of it then. Does nothing either while a
     profiler runs: it asks for the addresses of parameters and of operators' inputs, and would lose events or raise.
-
-    Args:
-        nbytes: size that the storage shows meanwhile.
-        text: of the error, encoded.
-    """
-    if not profiler_active() and (library := _library()) is not None:
-        _refuse(library, storage, nbytes, text)
-
-
-def allow_reads(storage: torch.UntypedStorage) -> None:
-    """Undo ``refuse_reads``: the storage has the size and the memory that it had before. Idempotent."""
-    if refusal_of(storage) is not None and (library := _library()) is not None:
-        _allow(library, storage)
-
-
-class ReadGuard:
-    """Refuses accesses to a tensor's memory, which stays as it is, for a time.
 
     Args:
         text: of the error.
@@ -59,32 +36,45 @@ class ReadGuard:
         self._text = text.encode()
         self._storage: torch.UntypedStorage | None = None  # of the time when it was refused: ``param.data = ...``
 
-    def refuse(self, tensor: torch.Tensor) -> None:
-        """Make every access raise, unless another refusal does so already."""
-        storage = tensor.untyped_storage()
-        if refusal_of(storage) is None:
-            self._storage = storage
-            refuse_reads(storage, storage.nbytes(), self._text)
+    def refuse(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Make accesses raise, unless another refusal does so already; the memory stays as it is.
+
+        Args:
+            nbytes: size that the storage shows meanwhile.
+        """
+        shown = storage.__dict__
+        if REFUSAL in shown or profiler_active() or (library := _library()) is None:
+            return
+        # First: an interrupt in between leaves a mark, which ``allow`` takes away.
+        self._storage = storage
+        # ``is_shared`` would end the process: its C++ code handles no errors.
+        shown.update({"is_shared": _is_not_shared, REFUSAL: Refusal(storage.nbytes(), self._text)})
+        library.zenflow_refuse_reads(storage_identity(storage), nbytes, self._text)
 
     def allow(self) -> None:
         """Undo ``refuse``. Idempotent."""
         if (storage := self._storage) is not None:
-            self._storage = None
             # Not a refusal that came later: the memory may have been given back since.
-            if (refusal := refusal_of(storage)) is not None and refusal.text is self._text:
+            if (refusal := storage.__dict__.get(REFUSAL)) is not None and refusal.text is self._text:
                 allow_reads(storage)
+            self._storage = None
 
 
-def _refuse(library: ctypes.PyDLL, storage: torch.UntypedStorage, nbytes: int, text: bytes) -> None:
-    # First: an interrupt in between leaves a mark, which ``allow_reads`` takes away.
-    mark_refused(storage, Refusal(storage.nbytes(), text))
-    library.zenflow_refuse_reads(storage_identity(storage), nbytes, text)
+def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: str) -> None:
+    """Make every access to the memory of a storage raise until ``allow_reads``. See ``ReadGuard``."""
+    ReadGuard(text).refuse(storage, nbytes)
 
 
-def _allow(library: ctypes.PyDLL, storage: torch.UntypedStorage) -> None:
-    if (refusal := refusal_of(storage)) is not None:
+def allow_reads(storage: torch.UntypedStorage) -> None:
+    """Undo all refusals: the storage has the size and the memory that it had before. Idempotent."""
+    shown = storage.__dict__
+    if (refusal := shown.get(REFUSAL)) is not None and (library := _library()) is not None:
         library.zenflow_allow_reads(storage_identity(storage), refusal.nbytes)
-        unmark_refused(storage)
+        del shown[REFUSAL], shown["is_shared"]
+
+
+def _is_not_shared() -> bool:
+    return False
 
 
 @cache  # compile, check and warn once per process
@@ -111,7 +101,7 @@ def _library() -> ctypes.PyDLL | None:
 def _check(library: ctypes.PyDLL) -> None:
     """Guards against headers of another PyTorch than the one that runs: a storage has other fields then."""
     storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-    _refuse(library, storage, 8, b"refused")
+    library.zenflow_refuse_reads(storage_identity(storage), 8, b"refused")
     try:
         storage.data_ptr()
     except RuntimeError as error:
@@ -119,6 +109,6 @@ def _check(library: ctypes.PyDLL) -> None:
     else:
         refused = False
     shown = storage.nbytes()
-    _allow(library, storage)
+    library.zenflow_allow_reads(storage_identity(storage), 0)
     if not refused or shown != 8 or storage.nbytes() or storage.data_ptr():
         raise BuildError("the C++ headers of PyTorch do not belong to the PyTorch that runs")

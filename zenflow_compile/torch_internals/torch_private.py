@@ -473,10 +473,6 @@ def outside_of_transforms() -> Iterator[None]:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
-def _is_not_shared() -> bool:
-    return False
-
-
 class Refusal(NamedTuple):
     """Why PyTorch raises if code asks for the address of a storage.
 
@@ -489,26 +485,14 @@ class Refusal(NamedTuple):
     text: bytes
 
 
-def mark_refused(storage: torch.UntypedStorage, refusal: Refusal) -> None:
-    """Note that PyTorch raises if code asks for the address of ``storage``.
-
-    ``is_shared`` would end the process: its C++ code handles no errors. The Python object of a storage lives as long as
-    the storage. Seen in torch 2.13.
-    """
-    storage.__dict__["is_shared"] = _is_not_shared
-    storage.__dict__["_refusal"] = refusal
-
-
-def unmark_refused(storage: torch.UntypedStorage) -> Refusal | None:
-    """Undo ``mark_refused``, and return why reads were refused; None: they were not."""
-    if (refusal := refusal_of(storage)) is not None:
-        del storage.__dict__["_refusal"], storage.__dict__["is_shared"]
-    return refusal
+REFUSAL = "_refusal"
+"""Name of the attribute in which the Python object of a storage has its ``Refusal``. That object lives as long as the
+storage. Seen in torch 2.11 and 2.13."""
 
 
 def refusal_of(storage: torch.UntypedStorage) -> Refusal | None:
     """Why PyTorch raises if code asks for the address of ``storage``; None: it does not."""
-    refusal: Refusal | None = storage.__dict__.get("_refusal")
+    refusal: Refusal | None = storage.__dict__.get(REFUSAL)
     return refusal
 
 
@@ -517,10 +501,13 @@ def address(tensor: Tensor) -> int:
     return 0 if refusal_of(tensor.untyped_storage()) is not None else tensor.data_ptr()
 
 
+same_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Whether two tensors have one storage. Seen in torch 2.11 and 2.13."""
+
+
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors begin at the same place of one storage, whose address may be refused."""
-    same = storage_identity(one.untyped_storage()) == storage_identity(other.untyped_storage())
-    return same and one.storage_offset() == other.storage_offset()
+    return same_storage(one, other) and one.storage_offset() == other.storage_offset()
 
 
 class MemoryMark:

@@ -426,7 +426,7 @@ class HostWeight:
         storage = self.param.untyped_storage()
         allow_reads(storage)
         storage.resize_(0)
-        refuse_reads(storage, self.nbytes, _REFUSED.format(self.plan.name).encode())
+        refuse_reads(storage, self.nbytes, _REFUSED.format(self.plan.name))
 
     def _store(self) -> None:
         """Copy the device's values to the host, and wait for it: not in a steady step."""

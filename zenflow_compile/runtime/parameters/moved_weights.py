@@ -80,7 +80,7 @@ def leave_on_host(param: Parameter, values: Tensor) -> None:
     storage = param.untyped_storage()
     allow_reads(storage)
     storage.resize_(0)
-    refuse_reads(storage, param.nbytes, _REFUSED.format(list(param.shape)).encode())
+    refuse_reads(storage, param.nbytes, _REFUSED.format(list(param.shape)))
     setattr(param, _HOST_VALUES, values)
 
 

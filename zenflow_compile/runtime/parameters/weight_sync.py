@@ -17,7 +17,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight
-from zenflow_compile.torch_internals.torch_private import same_memory, storage_identity
+from zenflow_compile.torch_internals.torch_private import same_storage, storage_identity
 
 _IN_FLIGHT = (
     "an update of {} is in flight, and code outside of the compiled graphs reads or writes the weight: do that by a "
@@ -35,6 +35,7 @@ class Weights:
         flushed_at_load: that state was flushed into these weights while it was loaded: others cannot come after it.
         home: the weight in host memory, if it may be there.
         guard: refuses accesses while an update is due that is not applied yet.
+        can_be_guarded: it refuses those to this weight alone, because no other tensor is in the storage.
         sample: by which writes that move no version are noticed; None without one.
     """
 
@@ -44,6 +45,7 @@ class Weights:
         self.flushed_at_load = False
         self.home: HostWeight | None = None
         self.guard = ReadGuard(_IN_FLIGHT.format(plan.name))
+        self.can_be_guarded = False
         self.sample: SampledWeight | None = None
         self._plan = plan
         self._param = param
@@ -53,18 +55,14 @@ class Weights:
         self._shown: Tensor | None = None  # deferred weights that an update in flight leaves behind their masters
 
     @property
-    def can_be_guarded(self) -> bool:
-        """Whether accesses to this weight alone can be refused: no other tensor is in its storage."""
-        return isinstance(self._param, LocalShard) or not self.counter.exposed
-
-    @property
     def matrix(self) -> Tensor:
         """View the parameter's memory as [rows, columns], or this rank's share of it as [slices, length].
 
         A write to it does not move the parameter's version. The device must have the weight, if it is offloaded.
         """
-        whole = self._whole
-        if whole is None or not same_memory(whole, self._param):  # its storage was replaced
+        whole, param = self._whole, self._param
+        # Its storage was replaced? ``same_memory`` would cost a call for each update.
+        if whole is None or not same_storage(whole, param) or whole.storage_offset() != param.storage_offset():
             if whole is not None and (self._param.dtype != whole.dtype or self._param.shape != self._plan.whole.shape):
                 errors.refuse_changed(self._param, self._plan, whole.device)
             share = self._plan.share
@@ -160,7 +158,9 @@ class Weights:
     def accept(self) -> None:
         """Note that the current weights belong to the state."""
         self.unverified = self.flushed_at_load = False
-        self._mark = self.counter.mark(self._param)
+        param = self._param
+        self._mark = self.counter.mark(param)
+        self.can_be_guarded = isinstance(param, LocalShard) or param.untyped_storage().nbytes() <= param.nbytes
 
     def reseed(self, device: DeviceState, host: HostState) -> bool:
         """Overwrite the masters of both sides where their cast differs from the weights.

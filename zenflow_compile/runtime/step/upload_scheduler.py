@@ -65,34 +65,35 @@ class UploadScheduler:
             among_ranks: brings the weights of all ranks up to date; its argument applies the due updates of a
                 parameter. All ranks send their slices in one order, and so do not wait for first uses.
         """
-        flushed = [offloaded for offloaded in self._registry.offloaded.values() if offloaded.host.flushed]
+        every = self._registry.offloaded.values()
+        flushed = [offloaded for offloaded in every if offloaded.host.flushed]
         flushed.sort(key=_DEADLINE)
         self._in_flight = flushed[::-1]
+        unfetched = {
+            offloaded for offloaded in every
+            if self.read_elsewhere or offloaded.through_autograd or offloaded.plan.blocking
+            # An update window that was loaded may be due before any use in this process tells who reads the weight.
+            or not (offloaded.announced or offloaded.uses)
+            # Code may read the weight without an error that tells it of the update.
+            or not (offloaded.weights.can_be_guarded and can_refuse_reads())
+        }  # fmt: skip
         if among_ranks is None:
             for offloaded in flushed:
-                if self._is_read_without_fetch(offloaded):
+                if offloaded in unfetched:
                     self.apply(offloaded, offloaded.due(now))
         else:
             among_ranks(partial(self._apply_next_of_ranks, now))
-            for offloaded in self._registry.offloaded.values():
+            for offloaded in every:
                 # Also parameters that only other ranks have used in this step: their first use here may be in any code.
-                if self._is_read_without_fetch(offloaded) or offloaded.uses == 0:
+                if offloaded.uses == 0 or offloaded in unfetched:
                     offloaded.receive_weights()
         self._prefetch(now)
-
-    def _is_read_without_fetch(self, offloaded: OffloadedParam) -> bool:
-        if self.read_elsewhere or offloaded.through_autograd or offloaded.plan.blocking:
-            return True
-        # An update window that was loaded may be due before any use in this process tells who reads the weight.
-        if not (offloaded.announced or offloaded.uses):
-            return True
-        return not (offloaded.weights.can_be_guarded and can_refuse_reads())
 
     def refuse_stale_reads(self, now: int) -> None:
         """Have every access to a weight raise until its due update is applied, or its slices of other ranks arrive."""
         for offloaded in self._registry.offloaded.values():
             if offloaded.arriving is not None or (offloaded.host.flushed and offloaded.due(now)):
-                offloaded.weights.guard.refuse(offloaded.param)
+                offloaded.weights.guard.refuse(storage := offloaded.param.untyped_storage(), storage.nbytes())
 
     def allow_reads(self) -> None:
         """Allow accesses to all weights: no due update will be applied any more. Idempotent."""
