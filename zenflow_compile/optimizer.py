@@ -465,8 +465,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:
     """Step after the last declared backward, in the optimizer-in-backward form."""
     engine = optimizer.engine
-    if not engine.in_backward:
-        return
     if engine.backwards >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
         optimizer.step()
         optimizer.zero_grad()

@@ -151,7 +151,7 @@ class Engine(StepRunner):
             if self.ranks is not None:
                 self._receive_in_order(self.backward.task)
             self.backward.count += 1
-            if self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
+            if self.in_backward and self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
                 self._on_backward_end(optimizer)
         self.backward.task = None  # last: until here an interrupt leaves the same state as a backward that raised
 

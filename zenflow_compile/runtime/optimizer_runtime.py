@@ -126,7 +126,7 @@ class OptimizerRuntime:
         self._updating = False  # between begin_update and end_update: all gradients are final
 
     def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:
-        """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
+        """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after backwards that may step."""
         self._claim = claim
         self._on_backward_end = on_backward_end
         claim.serving = weakref.ref(self)
@@ -247,7 +247,7 @@ class OptimizerRuntime:
         every step.
         """
         self.registry.check_unchanged()
-        self.holders.check(self.plan.params)
+        self.holders.check(self.registry.plan.params)
 
     def before_load(self) -> None:
         """Apply due updates before weights are loaded into the model, so that the loaded weights win."""

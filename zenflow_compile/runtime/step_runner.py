@@ -107,10 +107,10 @@ class StepRunner(OptimizerRuntime):
             self.streamed.check_weights()
         if self.recorder.timeline is not None:
             self.recorder.begin_phase("update")
-        if not self.in_backward:
+        if not self.in_backward and self.registry.unseen_writes.frozen:
             self.registry.unseen_writes.compare_unfrozen()
         to_take = dict.fromkeys(untaken)
-        suspect = self.registry.transport.suspect
+        suspect = self._work_may_have_failed()
         for offloaded in self.offloaded.values():
             if suspect:
                 offloaded.raise_failures()
@@ -137,6 +137,13 @@ class StepRunner(OptimizerRuntime):
         if (timeline := self.recorder.timeline) is not None:
             record_norms(self.registry, timeline, self.step)
         self._updating = True  # last, so that an error above leaves it unset
+
+    def _work_may_have_failed(self) -> bool:
+        """Whether the step has to look for what failed before it begins."""
+        transport = self.registry.transport
+        lanes = transport.to_host.failed or transport.to_device.failed
+        in_files = transport.files is not None and transport.files.files.failed
+        return lanes or transport.workers.failed or in_files or transport.interrupted
 
     def _keep_fitting(self, fitting: Mapping[int, str]) -> None:
         """Keep weights that fit, which no update in flight overwrites: due ones have been applied."""

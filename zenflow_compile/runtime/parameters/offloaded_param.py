@@ -644,7 +644,7 @@ class OffloadedParam(IncomingGradient):
                 streams.current().wait_event(event)
             self.arriving = None
             if self.weights.sample is not None:
-                self.weights.sample.keep()
+                self.weights.sample.take()
 
     def apply_next(self) -> FlushedWindow:
         """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""

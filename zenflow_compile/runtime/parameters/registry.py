@@ -159,7 +159,7 @@ class ParamRegistry:
         if (offloaded := self.offloaded.get(index)) is not None:
             offloaded.weights.sample = sampled
             compare = partial(offloaded.weights.expect, None, flushed_at_load=False)
-            self.unseen_writes.add(sampled, lambda: True, compare)
+            self.unseen_writes.add(sampled, None, compare)
         elif has_master(param):
             self.unseen_writes.add(sampled, lambda: updated.state(index) is not None, partial(updated.compare, index))
 

@@ -55,10 +55,3 @@ class Transport:
         self.workers.land()
         if self.files is not None:
             self.files.files.land()
-
-    @property
-    def suspect(self) -> bool:
-        """Whether work in flight may have failed, so that an optimizer step looks for what failed before it begins."""
-        lanes = self.to_host.failed or self.to_device.failed
-        in_files = self.files is not None and self.files.files.failed
-        return lanes or self.workers.failed or in_files or self.interrupted

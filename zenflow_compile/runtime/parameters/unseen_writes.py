@@ -60,48 +60,52 @@ class SampledWeight:
         name: for the error.
         param: in the device's memory.
         counter: its version counter.
+
+    Attributes:
+        sample: view of the sampled elements.
+        kept: their values after the optimizer's last write; None: unknown.
+        bumps: external ones at that time.
+        storage: identity of the weight's memory.
     """
 
-    __slots__ = ("_counter", "_storage", "bumps", "kept", "name", "param", "sample")
+    __slots__ = ("bumps", "counter", "kept", "name", "param", "sample", "storage")
 
     def __init__(self, name: str, param: Parameter, counter: VersionCounter) -> None:
         self.name = name
         self.param = param
-        self.sample = sample_of(param)
-        self.kept: Tensor | None = None  # the part of the group's memory for this weight
-        self.bumps: int | None = None  # external ones, when the sample was kept; None: it was not
-        self._counter = counter
-        self._storage = storage_identity(param.untyped_storage())
+        self.counter = counter
+        self.kept: Tensor | None = None
+        self.follow()
+
+    def follow(self) -> None:
+        """Keep the sample of a weight that other code may have written, or given other memory."""
+        self.sample = sample_of(self.param)
+        self.storage = storage_identity(self.param.untyped_storage())
+        self.bumps = self.counter.external_bumps(self.param)
+        if self.kept is not None:
+            self.kept.copy_(self.sample)
+
+    def take(self) -> None:
+        """Keep the sample again after a write of the optimizer's between two steps."""
+        if self.kept is not None:
+            self.kept.copy_(self.sample)
 
     @property
-    def may_differ(self) -> bool:
-        """Whether the sample says nothing: external writes, of which versions tell, belong to other code."""
-        same = storage_identity(self.param.untyped_storage()) == self._storage
-        return not same or self.bumps != self._counter.external_bumps(self.param) or not self.param.requires_grad
-
-    def note(self) -> None:
-        """Note the version and memory of a weight whose sample is kept now."""
-        if storage_identity(self.param.untyped_storage()) != self._storage:
-            self.sample = sample_of(self.param)
-            self._storage = storage_identity(self.param.untyped_storage())
-        self.bumps = self._counter.external_bumps(self.param)
-
-    def keep(self) -> None:
-        """Keep the sample of the weight as it is now: the optimizer has written it, or other code may have."""
-        if self.kept is not None:
-            self.note()
-            self.kept.copy_(self.sample)
+    def tells(self) -> bool:
+        """Whether the sample tells of writes: versions tell of others, and frozen weights belong to other code."""
+        same = storage_identity(self.param.untyped_storage()) == self.storage and self.kept is not None
+        return same and self.bumps == self.counter.external_bumps(self.param) and self.param.requires_grad
 
 
 class _Master(NamedTuple):
     """What the owner of a weight's master tells.
 
     Attributes:
-        exists: returns whether there is a master now: some are made with the first gradient.
+        exists: returns whether there is a master now; None: always.
         compare: has the weight compared with it when that is used next.
     """
 
-    exists: Callable[[], bool]
+    exists: Callable[[], bool] | None
     compare: Callable[[], None]
 
 
@@ -110,19 +114,14 @@ class _Group:
 
     def __init__(self, weights: Sequence[SampledWeight]) -> None:
         self.weights = weights
-        sizes = [len(each.sample) for each in weights]
-        self.kept = torch.cat([each.sample for each in weights])
+        self.samples = [each.sample for each in weights]
+        sizes = [len(each) for each in self.samples]
+        self.kept = torch.cat(self.samples)
         self.now = torch.empty_like(self.kept)
         self.positions = torch.arange(1, len(self.kept) + 1, dtype=torch.float32, device=self.kept.device)
         self._ends = [*accumulate(sizes)]
         for weight, part in zip(weights, torch.split(self.kept, sizes), strict=True):
             weight.kept = part
-
-    def keep(self) -> None:
-        torch.cat([each.sample for each in self.weights], out=self.kept)
-
-    def read(self) -> None:
-        torch.cat([each.sample for each in self.weights], out=self.now)
 
     def changed_at(self) -> Tensor:
         """f32[], the position of an element that differs, from 1; 0 if none does."""
@@ -133,32 +132,36 @@ class _Group:
 
 
 class UnseenWrites:
-    """The samples of one engine's weights. Each weight is in the device's memory, and has a master, or will have."""
+    """The samples of one engine's weights. Each weight is in the device's memory, and has a master, or will have.
+
+    Attributes:
+        frozen: weights that were frozen at the end of the last step.
+    """
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
         self._device = device
         self._masters: dict[SampledWeight, _Master] = {}
         self._compared: list[SampledWeight] = []
-        self._frozen: list[SampledWeight] = []
+        self.frozen: list[SampledWeight] = []
         self._groups: list[_Group] = []
         self._readback = Readback(1, device, recorder)
         self._readback.grow(len(_INTEGERS))
         self._coming: deque[tuple[list[_Group], Reading]] = deque()  # of the last steps, oldest first; at most ``LAG``
 
-    def add(self, weight: SampledWeight, has_master: Callable[[], bool], compare: Callable[[], None]) -> None:
+    def add(self, weight: SampledWeight, has_master: Callable[[], bool] | None, compare: Callable[[], None]) -> None:
         """Sample a further weight.
 
         Args:
-            has_master: returns whether its master exists now: some are made with the first gradient.
+            has_master: returns whether its master exists now: some are made with the first gradient. None: always.
             compare: has the weight compared with its master when that is used next.
         """
         self._masters[weight] = _Master(has_master, compare)
         if not weight.param.requires_grad:
-            self._frozen.append(weight)
+            self.frozen.append(weight)
 
     def compare_unfrozen(self) -> None:
         """Have weights compared with their masters that any code may have written while they were frozen."""
-        for weight in self._frozen:
+        for weight in self.frozen:
             if weight.param.requires_grad:
                 self._masters[weight].compare()
 
@@ -170,11 +173,16 @@ class UnseenWrites:
         Raises:
             RuntimeError: a weight was written in a way that moves no version.
         """
-        for weight in self._compared:
-            if weight.may_differ:
-                weight.keep()
+        for group in self._groups:
+            for position, weight in enumerate(group.weights):
+                # Without a call of ``tells``: each step asks for each weight.
+                param = weight.param
+                same = storage_identity(param.untyped_storage()) == weight.storage and param.requires_grad
+                if not same or param._version - weight.counter.own_bumps != weight.bumps:
+                    weight.follow()
+                    group.samples[position] = weight.sample
         for row, group in enumerate(self._groups):
-            group.read()
+            torch.cat(group.samples, out=group.now)
             if self._device.streams is not None:
                 self._readback.cell(row, 0).copy_(group.changed_at())
             elif not torch.equal(group.now, group.kept):
@@ -192,21 +200,23 @@ class UnseenWrites:
 
     def end_step(self) -> None:
         """Keep samples after the optimizer's own writes."""
-        self._frozen = [weight for weight in self._masters if not weight.param.requires_grad]
-        compared = [each for each, master in self._masters.items() if each.param.requires_grad and master.exists()]
-        for weight in compared:
-            weight.note()
-        if compared == self._compared:
-            for group in self._groups:
-                group.keep()
-        else:
+        self.frozen = [weight for weight in self._masters if not weight.param.requires_grad]
+        compared = [
+            each for each, master in self._masters.items()
+            if each.param.requires_grad and (master.exists is None or master.exists())
+        ]  # fmt: skip
+        if compared != self._compared:
             self._regroup(compared)
+            return
+        for group in self._groups:
+            torch.cat(group.samples, out=group.kept)
 
     def _regroup(self, compared: list[SampledWeight]) -> None:
         for weight in self._compared:
             weight.kept = None
         by_size: dict[int, list[SampledWeight]] = {}
         for weight in compared:
+            weight.follow()
             by_size.setdefault(weight.param.element_size(), []).append(weight)
         self._compared, self._groups = compared, [_Group(weights) for weights in by_size.values()]
 
@@ -216,8 +226,9 @@ class UnseenWrites:
         Waits for the device. Weights whose reads are refused are left out: no code can have written them.
         """
         for weight in self._compared:
-            readable = refusal_of(weight.param.untyped_storage()) is None and not weight.may_differ
-            if readable and weight.kept is not None and not torch.equal(weight.sample, weight.kept):
+            if refusal_of(weight.param.untyped_storage()) is not None or weight.kept is None or not weight.tells:
+                continue
+            if not torch.equal(weight.sample, weight.kept):
                 self._masters[weight].compare()
 
     def forget(self) -> None:

@@ -102,7 +102,7 @@ class Weights:
         bump_versions([self._param], [self.counter])
         self._shown = None
         if self.sample is not None:
-            self.sample.keep()
+            self.sample.take()
 
     def put_into_slices(self) -> HostWeight | None:
         """The weight in host memory, if the upload buffer and the masters have its values from here on; else None."""
