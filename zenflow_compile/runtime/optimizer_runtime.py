@@ -126,7 +126,7 @@ class OptimizerRuntime:
         self._updating = False  # between begin_update and end_update: all gradients are final
 
     def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:
-        """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after backwards that may step."""
+        """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
         self._claim = claim
         self._on_backward_end = on_backward_end
         claim.serving = weakref.ref(self)
