@@ -149,6 +149,7 @@ def hf_training(folder: str, options: dict[str, Any] | None, *, resume: bool = F
         folder,
         use_cpu=True,
         ddp_backend="gloo",
+        weight_decay=SHARP["weight_decay"],
         max_steps=8,
         per_device_train_batch_size=4,
         max_grad_norm=0.5,

@@ -141,6 +141,7 @@ def trainer_of(
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
+        "weight_decay": ADAM["weight_decay"],
         "max_steps": STEPS,
         "per_device_train_batch_size": 4,
         "logging_steps": 1,
