@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, OwnedInputs, claim, refuse_ddp
+from zenflow_compile.compiler.ownership import OWNER_ATTRIBUTE, Claimed, OwnedInputs, claim, refuse_ddp
 from zenflow_compile.explanation import rewrite_and_record
 from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
 from zenflow_compile.passes.base import PassContext, Phase
@@ -58,12 +58,19 @@ def zenflow(
         refuse_ddp(private.compile_call())
         chosen = split_backend_options(options, mode)
         graph = ServedGraph(gm, example_inputs, chosen)
-        owned = graph.claim(example_inputs)
+        claimed = graph.claim(example_inputs)
         if not ops.any_owner() and torch.is_grad_enabled():
             warn_of_no_optimizer(example_inputs)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         raise private.backend_error(error) from error
-    graph.compile(example_inputs, owned, gm)  # outside of the try block: Dynamo uses exceptions for control flow
+    try:  # apart from the block above: Dynamo uses exceptions for control flow
+        graph.compile(example_inputs, claimed.owned, gm)
+    except BaseException as error:
+        if private.traces_again(error):
+            # Dynamo compares its traces: the next one must find the modules as this one did, without new hooks.
+            for hook in claimed.hooks:
+                hook.remove()
+        raise
     return graph
 
 
@@ -102,7 +109,7 @@ class ServedGraph:
     def __call__(self, *args: Any) -> Any:
         variant = self._variants.get(self._owners(args))
         if variant is None:
-            variant = self.compile(args, self.claim(args))
+            variant = self.compile(args, self.claim(args).owned)
         if variant.engines:
             refuse_ddp()
         return variant.code(*args)
@@ -111,15 +118,15 @@ class ServedGraph:
         """The owner object of each parameter, which distinguishes sets of parameters."""
         return tuple([getattr(args[i], OWNER_ATTRIBUTE, None) for i in self._params])
 
-    def claim(self, args: Sequence[Any]) -> OwnedInputs:
+    def claim(self, args: Sequence[Any]) -> Claimed:
         """Find the owners of the parameters among ``args``. Raises: see ``zenflow``."""
-        owned = claim(self._captured, args, self._options.optimizer)
-        if owned and self._options.inductor.get("freezing"):
+        claimed = claim(self._captured, args, self._options.optimizer)
+        if claimed.owned and self._options.inductor.get("freezing"):
             raise ValueError(
                 "freezing=True makes the weights constants of compiled inference graphs, which then never see an "
                 "update; leave it at False"
             )
-        return owned
+        return claimed
 
     def compile(self, args: Sequence[Any], owned: OwnedInputs, gm: GraphModule | None = None) -> Variant:
         """Compile for the parameters among ``args``.

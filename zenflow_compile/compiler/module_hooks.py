@@ -144,16 +144,18 @@ class ReadBeforeApply:
             del self._module.__dict__["_apply"]
 
 
-def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
+def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> list[Removable]:
     """Hook every module of ``roots`` that has a parameter of the engine in it, and the roots, which may read others.
 
     The hooks run before the forward pre-hooks of users, which may read weights (``weight_norm``, observers).
+
+    Returns the hooks that are new.
 
     [Note: hooks before weights] Copies and pickles take a module's attributes in the order of its ``__dict__``. This
     moves the parameters to the end, so that they are copied after the hook, which applies due updates.
     """
     if (engine := live_engine(engine_id)) is None:
-        return
+        return []
     reads = ApplyBeforeForward(engine_id)
     handles: list[Removable] = []
     for root in roots:
@@ -176,6 +178,7 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> None:
     if handles:
         engine.keep_hooks(handles)
         private.forget_graphs_of_others(BACKEND)
+    return handles
 
 
 def _holding(root: nn.Module, engine_id: int) -> list[nn.Module]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
 from zenflow_compile.compiler.module_hooks import add_module_hooks, live_engine
 from zenflow_compile.compiler.optimizer_in_backward import ensure_optimizer
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.shard_hooks import Removable
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 if TYPE_CHECKING:
@@ -23,7 +24,14 @@ OwnedInputs = dict[int, list[tuple[int, int]]]
 """``PassContext.params`` by the id of an engine. Compiled graphs outlive engines, so this keeps no engine alive."""
 
 
-def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapping[str, Any] | None) -> OwnedInputs:
+class Claimed(NamedTuple):
+    """The owners of a graph's inputs, and the module hooks that were added to serve them."""
+
+    owned: OwnedInputs
+    hooks: list[Removable]
+
+
+def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapping[str, Any] | None) -> Claimed:
     """Match the inputs of Dynamo's graph to their engines, and make the optimizer in backward if one is asked for.
 
     Args:
@@ -56,12 +64,13 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor) and (owner := ops.owner_of(value)) is not None:
             owned.setdefault(owner[0].id, []).append((owner[1], i))
+    hooks: list[Removable] = []
     for engine_id in owned:
-        add_module_hooks(roots, engine_id)
+        hooks += add_module_hooks(roots, engine_id)
         if (engine := live_engine(engine_id)) is not None:
             engine.check_unchanged()
             engine.remember_models(roots)
-    return owned
+    return Claimed(owned, hooks)
 
 
 def refuse_ddp(call: private.CompileCall | None = None) -> None:

@@ -208,13 +208,24 @@ def backend_of(callback: Any) -> str:
 def announce_backend(name: str, place: str) -> None:
     """Add an entry point of a backend to those that Dynamo has found, unless it has one of this name.
 
-    Seen in torch 2.11 and 2.13.
+    Seen in torch 2.13, written for 2.11 too.
     """
     from importlib.metadata import EntryPoint
 
     from torch._dynamo.backends import registry
 
     registry._BACKENDS.setdefault(name, EntryPoint(name, place, "torch_dynamo_backends"))
+
+
+def traces_again(error: BaseException) -> bool:
+    """Return whether Dynamo traces the frame again after this error of a backend.
+
+    ``dynamic=True`` has a pass that turns Python numbers into tensors, and may find that Dynamo has to trace others of
+    them as constants. Seen in torch 2.13, written for 2.11 too.
+    """
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
 
 
 def forget_graphs_of_others(backend: str) -> None:
