@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -413,12 +414,23 @@ def test_folder_that_is_not_ours_is_not_used(no_library: Path, damage: str, monk
     folder.mkdir(mode=0o700)
     if damage.startswith("written"):
         folder.chmod(0o777 if damage.endswith("all") else 0o770)
+    monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))
     if damage == "of another user":
         other = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other)
     with pytest.warns(RuntimeWarning, match=r"another user owns it or can write it, or it is a link\): every process"):
         assert made().name == "native"
     assert not list(folder.iterdir())
+
+
+def test_no_folder_that_can_be_written_is_an_error(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_library.write_text("a file in place of the folder")
+    monkeypatch.setattr(tempfile, "tempdir", str(no_library))
+    with (
+        pytest.warns(RuntimeWarning, match="every process compiles it anew"),
+        pytest.raises(RuntimeError, match=r"no folder for compiled code can be written: .*; set TMPDIR"),
+    ):
+        made()
 
 
 def test_key_depends_on_the_cpu_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

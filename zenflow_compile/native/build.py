@@ -78,7 +78,10 @@ def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
         folder = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:
         _warn_once(f"{path.parent}: {error.strerror}")
-        folder = tempfile.TemporaryDirectory()
+        try:
+            folder = tempfile.TemporaryDirectory()
+        except OSError as unwritable:
+            raise BuildError(f"no folder for compiled code can be written: {unwritable}; set TMPDIR") from None
     with folder as name:
         made = Path(name) / path.name
         _compile(compiler, flags, source, made)
