@@ -162,8 +162,10 @@ def test_frozen_groups_train_as_with_adamw(
     assert difference(found[0], run(None)[0]) < EXACT
 
 
-def test_option_clips_by_the_norm_of_all_shards(two_ranks: RankProcesses) -> None:
-    results = two_ranks.call(train_sharded, 2, {**ALL_POLICIES["zenflow"], "max_grad_norm": 0.1})
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_option_clips_by_the_norm_of_all_shards(request: pytest.FixtureRequest, ranks: str) -> None:
+    processes: RankProcesses = request.getfixturevalue(ranks)
+    results = processes.call(train_sharded, processes.ranks, {**ALL_POLICIES["zenflow"], "max_grad_norm": 0.1})
     assert difference(results[0], train(None, clip=0.1)) < EXACT
 
 
