@@ -8,12 +8,16 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 
 def step_of(optimizer: type[torch.optim.Optimizer], **options: Any) -> Callable[[Parameter], Any]:
@@ -75,6 +79,35 @@ READERS: dict[str, Callable[[Parameter], Any]] = {
     "split": lambda weight: weight.split(32)[1].sum(),
     "to": lambda weight: weight.to("cpu").sum(),
     "cpu": lambda weight: weight.cpu().sum(),
+    "float": lambda weight: float(weight[3, 3]),
+    "bool": lambda weight: bool(weight[3, 3] > 0),
+    "array": lambda weight: np.asarray(weight.detach()),
+    "numpy, forced": lambda weight: weight.numpy(force=True),
+    "iteration": lambda weight: [row.sum() for row in weight],
+    "mask": lambda weight: weight[weight > 0],
+    "cat": lambda weight: torch.cat([weight, weight]),
+    "stack": lambda weight: torch.stack([weight, weight]),
+    "einsum": lambda weight: torch.einsum("ij,kj->ik", weight, torch.zeros(2, 32)),
+    "convolution": lambda weight: F.conv1d(torch.zeros(1, 32, 4), weight[:, :, None]),
+    "vmap": lambda weight: torch.func.vmap(torch.sum)(weight),
+    "jit.trace": lambda weight: torch.jit.trace(lambda x: x @ weight.detach(), torch.zeros(2, 64)),
+    "gradient": lambda weight: torch.autograd.grad((weight * weight).sum(), weight),
+    "assert_close": lambda weight: torch.testing.assert_close(weight.detach(), torch.zeros(64, 32)),
+    "state_dict of a list": lambda weight: copy.deepcopy(nn.ParameterList([weight]).state_dict()),
+    "histogram": lambda weight: torch.histc(weight.detach()),
+    "fill by index": lambda weight: weight.data.__setitem__(0, 0.0),
+    "data.copy_": lambda weight: weight.data.copy_(torch.zeros(64, 32)),
+    "data.clamp_": lambda weight: weight.data.clamp_(-1, 1),
+    "lerp_": lambda weight: weight.detach().lerp_(torch.zeros(64, 32), 0.5),
+    "foreach_add_": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
+    "foreach_mul": lambda weight: torch._foreach_mul([weight.detach()], 2.0),
+    "foreach_copy_": lambda weight: torch._foreach_copy_([torch.empty(64, 32)], [weight.detach()]),
+    "foreach_copy_ to it": lambda weight: torch._foreach_copy_([weight.detach()], [torch.empty(64, 32)]),
+    "foreach_lerp_": lambda weight: torch._foreach_lerp_([torch.zeros(64, 32)], [weight.detach()], 0.5),
+    "out": lambda weight: torch.zeros(64, 32, out=weight.detach()),
+    "average": lambda weight: AveragedModel(nn.ParameterList([weight])),
+    "pruning": lambda weight: prune.L1Unstructured(0.5).prune(weight),
+    "process": lambda weight: ForkingPickler.dumps(weight),
 }
 
 

@@ -15,6 +15,7 @@ from zenflow_compile.runtime.errors import LostUpdateError
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.torch_internals.torch_private import profiler_active
 
 GatherWeights: TypeAlias = Callable[[Callable[[OffloadedParam], None]], None]
 
@@ -69,9 +70,10 @@ class UploadScheduler:
         flushed = [offloaded for offloaded in every if offloaded.host.flushed]
         flushed.sort(key=_DEADLINE)
         self._in_flight = flushed[::-1]
+        unguarded = self.read_elsewhere or profiler_active()
         unfetched = {
             offloaded for offloaded in every
-            if self.read_elsewhere or offloaded.through_autograd or offloaded.plan.blocking
+            if unguarded or offloaded.through_autograd or offloaded.plan.blocking
             # An update window that was loaded may be due before any use in this process tells who reads the weight.
             or not (offloaded.announced or offloaded.uses)
             # Code may read the weight without an error that tells it of the update.
