@@ -25,6 +25,7 @@ from examples.gpt import GPT, GPTConfig
 from tests.simulated import inductor
 from tests.simulated.accelerator import serve
 from tests.simulated.collectives import group_of_all, streams_of_groups
+from tests.simulated.held_jobs import HeldJobs
 from tests.simulated.simulator import PATTERNS, Simulator, load_simulator
 from tests.simulated.streams import Stream
 from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
@@ -124,6 +125,9 @@ HABITS = (
 LATE = ("D2H late", "H2D late", "jobs late")
 """Delay patterns in addition to those of the simulator: one lane, or the workers."""
 
+HELD = {"updates held": HeldJobs(("host_update", "state"), steps=2), "writes held": HeldJobs(("write",), steps=1)}
+"""Delay patterns without chance: which jobs run only when something waits for them, see ``HeldJobs``."""
+
 LATE_COLLECTIVES = "collectives late"
 """A delay pattern of several ranks: of the streams of their groups."""
 
@@ -137,7 +141,7 @@ class Case:
         model: a key of ``MODELS``, or "wide".
         entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
         habit: one of ``HABITS``.
-        delays: a key of the simulator's ``PATTERNS``, or one of ``LATE``.
+        delays: a key of the simulator's ``PATTERNS``, or of ``HELD``, or one of ``LATE``.
         values: whether the device has stream values.
         limit: of the launch queue; 0: any length.
         in_order: the device runs everything at once, in the order of the launches.
@@ -470,12 +474,15 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
             stack.enter_context(slow_jobs())
             if case.values:
                 stack.enter_context(late_native_jobs(simulator))
+        if on == "sim" and case.delays in HELD:
+            stack.enter_context(HELD[case.delays].held())
         return _run(case, torch.device("cpu") if on == "cpu" else simulator.device, simulator)
 
 
 def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
     loop = Loop(case, device)
     losses, syncs, copies = [], [], []
+    held = None if device.type == "cpu" else HELD.get(case.delays)
     try:
         for step in range(case.steps):
             if step == 1 and device.type != "cpu" and loop.optimizer is not None and case.delays in LATE:
@@ -486,6 +493,8 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
             if step == 1 and case.delays == LATE_COLLECTIVES:
                 for stream in streams_of_groups():
                     simulator.delay(stream, 0.997)
+            if held is not None:
+                held.begin_step(step)
             simulator.reset_counts()
             blocking = device_of(device).blocking
             blocking.clear()
@@ -496,6 +505,8 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
         device_of(device).synchronize()  # losses of a side stream are read from this one
         return Outcome([float(each) for each in losses], weights, syncs, copies)
     finally:
+        if held is not None:
+            held.run()  # first: threads end when no job is left
         loop.close()
 
 

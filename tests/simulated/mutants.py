@@ -137,7 +137,7 @@ MUTANTS = {
     ),
     "job before the one ahead of it": without(
         HOST + "prepare", "before = self.unfinished_job",
-        Case("late every step", delays="jobs late"), "before = None",
+        Case("late every step", delays="updates held"), "before = None",
     ),
     "gradient over an update that no forward has read": without(
         PARAM + "IncomingGradient._send", "update.leave_buffer()",
@@ -152,12 +152,12 @@ MUTANTS = {
     ),
     "window cleared before its jobs": without(
         HOST + "clear_windows", "job.settle()",
-        # Jobs of Python's threads: while the lanes settle, a late stream opens the gates of native ones.
-        Case("late every step", habit="reload", delays="jobs late", values=False),
+        # Jobs of Python's threads: while the lanes settle, they wait for native ones.
+        Case("late every step", habit="reload", delays="updates held", values=False),
     ),
     "state saved before its job": without(
         HOST + "wait", "window.job for window in self.flushed",
-        Case("late every step", habit="reload", delays="jobs late"), "",
+        Case("late every step", habit="reload", delays="updates held"), "",
     ),
     "streamed update before its state": without(
         STREAMED + "_update", "ticket.wait_on_device()", Case("streamed", model="gpt", delays="H2D late")
@@ -235,7 +235,7 @@ WEIGHT_MUTANTS = {
         Case("weights in files", delays="jobs late"),
     ),
     "update over a weight that is being written": without(
-        CACHE + "prepare_fresh", "tuple(place.unsettled())", Case("weights in files", delays="jobs late"), "()"
+        CACHE + "prepare_fresh", "tuple(place.unsettled())", Case("weights in files", delays="writes held"), "()"
     ),
 }  # fmt: skip
 """Hazards of weights in host memory, or in files."""
