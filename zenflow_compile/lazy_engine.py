@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.measure.this_machine import measured_hardware
-from zenflow_compile.native.storage_reads import can_refuse_reads
+from zenflow_compile.native.storage_reads import can_change_storages
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
@@ -80,7 +80,7 @@ class LazyEngine:
         earlier = _owners_of(params)
         self._check_plan(params, freed=sum(each.host_bytes for each in earlier))
         if given.overlap_step and given.policy != "resident":
-            can_refuse_reads()  # warns here if not
+            can_change_storages()  # warns here if not
         self.claim = Claim(optimizer)
         self._claim(params, earlier)
 

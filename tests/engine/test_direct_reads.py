@@ -210,7 +210,7 @@ def test_replaced_memory_is_readable(trained: Trained) -> None:
 
 
 def test_without_a_compiler_a_warning_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = (storage_reads.can_refuse_reads, storage_reads._library, build.load_storage_reads)
+    caches = (storage_reads.can_change_storages, storage_reads._library, build.load_storage_reads)
     for each in caches:
         each.cache_clear()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +36,12 @@ def build() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
 
 
-def train(device: torch.device, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    device: torch.device, *, model: nn.Module | None = None, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses, and the state dict before the optimizer is closed."""
     torch._dynamo.reset()
-    model = zf.move_to_device(build(), device)
+    model = zf.move_to_device(model or build(), device)
     batches = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(device) for step in range(6)]
     optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=1e-2, workers=2, min_offload_size=1000, **options)
     call = torch.compile(model, **EAGER_BACKEND)
@@ -104,3 +107,28 @@ def test_optimizer_without_offloading_loads_weights(simulator: Simulator) -> Non
     assert optimizer.engine.weights.weights == {}
     assert all(torch.equal(one.cpu(), other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
     optimizer.close()
+
+
+@in_simulator
+def test_model_from_a_file_is_moved(simulator: Simulator, tmp_path: Path) -> None:
+    serve()
+    torch.save(build().state_dict(), tmp_path / "model.pt")
+    model = build()
+    model.load_state_dict(torch.load(tmp_path / "model.pt", mmap=True), assign=True)
+    assert not model[0].weight.untyped_storage().resizable()  # type: ignore[index, union-attr]
+    simulator.configure(capacity=CAPACITY)
+    found = train(simulator.device, model=model, offload_weights=1.0, **EXACT["zero_offload"])
+    assert found[0] == train(torch.device("cpu"), **EXACT["zero_offload"])[0]
+
+
+@in_simulator
+def test_pinned_weights_are_trained(simulator: Simulator) -> None:
+    """On the CPU: PyTorch cannot resize pinned memory."""
+    serve()
+    model = build()
+    for param in model.parameters():
+        param.data = param.data.pin_memory()
+    assert not model[0].weight.untyped_storage().resizable()  # type: ignore[index, union-attr]
+    cpu = torch.device("cpu")
+    found = train(cpu, model=model, offload_weights=1.0, **EXACT["zero_offload"])
+    assert found[0] == train(cpu, **EXACT["zero_offload"])[0]

@@ -1,4 +1,5 @@
-// Makes PyTorch raise, with a text, where code asks for the address of a storage.
+// Makes PyTorch raise, with a text, where code asks for the address of a storage, and gives storages memory that PyTorch
+// can resize.
 //
 // Compiled with PyTorch's headers, and used by Python: only builds for CUDA have these functions in torch._C.
 
@@ -6,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -36,6 +38,17 @@ void zenflow_allow_reads(void* storage, int64_t bytes) {
   auto* impl = static_cast<c10::StorageImpl*>(storage);
   impl->set_nbytes(static_cast<size_t>(bytes));
   end_errors(*impl);
+}
+
+// Two storages of one size exchange their memory. PyTorch can resize that of `resizable`.
+void zenflow_swap_memory(void* storage, void* resizable) {
+  auto* impl = static_cast<c10::StorageImpl*>(storage);
+  auto* other = static_cast<c10::StorageImpl*>(resizable);
+  at::DataPtr memory = other->set_data_ptr(at::DataPtr());
+  other->set_resizable(false);
+  other->set_data_ptr(impl->set_data_ptr(std::move(memory)));
+  impl->set_allocator(other->allocator());
+  impl->set_resizable(true);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-"""Errors in place of crashes and stale values for code that reads a storage at the wrong time."""
+"""Errors for code that reads a storage at the wrong time, and memory that PyTorch can resize."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zenflow_compile.torch_internals.torch_private import REFUSAL, Refusal, prof
 
 
 @cache  # a cached answer costs no Python call: each step asks for each parameter
-def can_refuse_reads() -> bool:
+def can_change_storages() -> bool:
     """Return whether the C++ source works here; the first call compiles it, or warns that it cannot."""
     return _library() is not None
 
@@ -73,6 +73,17 @@ def allow_reads(storage: torch.UntypedStorage) -> None:
         del shown[REFUSAL], shown["is_shared"]
 
 
+def own_memory(storage: torch.UntypedStorage) -> None:
+    """Move a storage to memory that PyTorch can resize: not that of a file, or of another library.
+
+    All tensors of the storage move with it. Needs memory for both at a time. Ask ``can_change_storages`` first.
+    """
+    library = _library()
+    assert library is not None
+    copy = storage.clone()  # type: ignore[no-untyped-call]
+    library.zenflow_swap_memory(storage_identity(storage), storage_identity(copy))
+
+
 def _is_not_shared() -> bool:
     return False
 
@@ -85,6 +96,8 @@ def _library() -> ctypes.PyDLL | None:
         library.zenflow_refuse_reads.restype = None
         library.zenflow_allow_reads.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         library.zenflow_allow_reads.restype = None
+        library.zenflow_swap_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.zenflow_swap_memory.restype = None
         _check(library)
     except BuildError as error:
         warnings.warn(

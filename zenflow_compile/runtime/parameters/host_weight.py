@@ -46,6 +46,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.moved_weights import leave_on_host
 from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.runtime.parameters.weight_memory import have_own_memory, not_emptied
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
 _REFUSED = (
@@ -136,6 +137,8 @@ class HostWeight:
         self._written_back: Ticket | None = None  # the last copy into ``_whole``
         self._lost: BaseException | None = None  # why the values are, where ``place`` says so
         self._note = note
+        have_own_memory(param)
+        self._owns_memory = True
         self._storage = storage_identity(param.untyped_storage())
         self._stream: Stream | None = None  # in which the memory was allocated; None: other code did that
         self._bumps = 0  # external ones, at the last load
@@ -388,17 +391,33 @@ class HostWeight:
 
     def _accept_memory(self) -> None:
         """Take over memory that other code gave the parameter."""
+        self._owns_memory = False
         self._storage, self._stream = storage_identity(self.param.untyped_storage()), None
         self._move_to(Place.DEVICE)
         self._stored += 1
         self._is_loaded()
 
+    def _own_memory(self) -> None:
+        if (reason := not_emptied(self.param)) is not None:
+            raise RuntimeError(
+                f"{self.plan.name} was given memory that offload_weights cannot empty: {reason}; give it a copy with "
+                "param.data = values.clone(), or train with offload_weights=False"
+            )
+        have_own_memory(self.param)
+        self._owns_memory = True
+
     # To the host.
 
     def unload(self) -> None:
-        """Give the device's memory back. Values that other code has written are kept."""
+        """Give the device's memory back. Values that other code has written are kept.
+
+        Raises:
+            RuntimeError: other code gave the parameter memory that cannot be emptied.
+        """
         if self.replaced:
             self._accept_memory()
+        if not self._owns_memory:
+            self._own_memory()
         if self.place is not Place.DEVICE and self._counter.external_bumps(self.param) != self._bumps:
             self._move_to(Place.DEVICE)
         if self.place is Place.DEVICE or (self.place is Place.WHOLE and self._states is not None):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -24,7 +25,9 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, SliceStates
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.shared_memory import overlapping
 from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.runtime.parameters.weight_memory import SHARED, not_emptied
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
 from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.parameters.weight_sync import Weights
@@ -159,8 +162,11 @@ class HostWeights:
         if self._option is False:
             return decided
         chosen: dict[int, ParamPlan] = {}
-        for each, param, counter in new:
-            if (reason := _refusal(each, param, counter)) is None:
+        overlap = set(chain.from_iterable(overlapping([param for _, param, _ in new])))
+        for position, (each, param, counter) in enumerate(new):
+            if position in overlap:
+                decided.kept[each.index] = SHARED
+            elif (reason := _refusal(each, param, counter)) is None:
                 chosen[each.index] = each
             else:
                 decided.kept[each.index] = reason
@@ -441,18 +447,12 @@ def _written_by_others(weights: Weights) -> bool:
 
 def _refusal(plan: ParamPlan, param: Parameter, counter: VersionCounter) -> str | None:
     """Why a weight stays on the device; None if it can be offloaded."""
-    storage = param.untyped_storage()
     if param.nbytes < SMALLEST_WEIGHT_BYTES:
         return f"it is small: {param.nbytes} bytes"
-    if not param.is_contiguous():
-        return "its memory is not contiguous"
-    if (
-        counter.shared
-        or counter.exposed
-        or param.storage_offset()
-        or (storage.nbytes() != param.nbytes and not is_left_on_host(param))
-    ):
-        return "it shares memory with other tensors"
+    if counter.shared or counter.exposed:
+        return SHARED
+    if not is_left_on_host(param) and (reason := not_emptied(param)) is not None:
+        return reason
     if type(param) is not Parameter or plan is not plan.whole:
         return "it is sharded, or a tensor subclass"
     if plan.streamed:

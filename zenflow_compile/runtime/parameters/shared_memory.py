@@ -30,8 +30,8 @@ def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None
     Raises:
         ValueError: the memory of two parameters overlaps, and the optimizer state of one of them is offloaded.
     """
-    for first, second in _intersecting(params):
-        if (plans[first].offloaded or plans[second].offloaded) and _overlap(params[first], params[second]):
+    for first, second in overlapping(params):
+        if plans[first].offloaded or plans[second].offloaded:
             one, other = sorted((first, second))
             raise ValueError(
                 f"the memory of {plans[one].name} and {plans[other].name} overlaps, and an update of an offloaded "
@@ -39,6 +39,11 @@ def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None
                 "torch.nn.Parameter(weight.clone()), use one parameter in both places, pass only one of them to the "
                 'optimizer, or choose policy="resident"'
             )
+
+
+def overlapping(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield positions of two parameters that have a byte in common, for each such pair."""
+    return ((one, other) for one, other in _intersecting(params) if _overlap(params[one], params[other]))
 
 
 def _intersecting(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
