@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, Training, assert_same
-from tests.support.weight_readers import READERS, in_child
+from tests.support.weight_readers import READERS, in_child, read_all
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
@@ -437,22 +437,6 @@ def of_policy(name: str, folder: Path) -> dict[str, Any]:
     return options
 
 
-def as_read(training: Training) -> tuple[list[Tensor], int]:
-    """Read each parameter, behind ``synchronize()`` if that raises. Returns the values, and how many raised."""
-    found: dict[int, Tensor] = {}
-    params = list(training.model.parameters())
-    for index, param in enumerate(params):
-        try:
-            found[index] = param.detach().clone()
-        except RuntimeError as error:
-            if not re.match(IN_FLIGHT, str(error)):
-                raise
-    raised = len(params) - len(found)
-    if raised:
-        training.optimizer.synchronize()
-    return [found.get(index, param.detach().clone()) for index, param in enumerate(params)], raised
-
-
 def stale_reads(entry: dict[str, Any] | None, policy: str, folder: Path, steps: int) -> tuple[int, int]:
     """Train, and read every parameter after every step: how many values were stale, and how many reads raised."""
     torch._dynamo.reset()
@@ -463,8 +447,8 @@ def stale_reads(entry: dict[str, Any] | None, policy: str, folder: Path, steps: 
     for step in range(steps):
         for each in (ours, twin):
             each.step(step)
-        values, raised = as_read(ours)
-        expected, never = as_read(twin)
+        values, raised = read_all(ours.model, ours.optimizer)
+        expected, never = read_all(twin.model, twin.optimizer)
         assert never == 0
         refused += raised
         stale += sum(not torch.equal(a, b) for a, b in zip(values, expected, strict=True))

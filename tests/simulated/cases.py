@@ -29,6 +29,7 @@ from tests.simulated.held_jobs import HeldJobs
 from tests.simulated.simulator import PATTERNS, Simulator, load_simulator
 from tests.simulated.streams import Stream
 from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
+from tests.support.weight_readers import read_all
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native.library import COUNTER
 from zenflow_compile.runtime.device.copy_lanes import Gate
@@ -140,7 +141,7 @@ class Case:
         options: a key of ``OPTION_SETS``, ``WEIGHT_SETS`` or ``STATE_SETS``.
         model: a key of ``MODELS``, or "wide".
         entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
-        habit: one of ``HABITS``.
+        habit: one of ``HABITS``, "flush", or "weights read": all of them directly, after each step.
         delays: a key of the simulator's ``PATTERNS``, or of ``HELD``, or one of ``LATE``.
         values: whether the device has stream values.
         limit: of the launch queue; 0: any length.
@@ -325,6 +326,8 @@ class Loop:
             self.optimizer.zero_grad()
         if habit == "offload all" and step in (3, 7):
             self.offload_all()
+        if habit == "weights read":
+            self.reads += read_all(self.model, self.optimizer)[0]
         if habit == "flush" and step % 4 == 1:
             self.optimizer.flush()
         if habit == "reload" and step % 4 == 1:

@@ -202,6 +202,10 @@ MUTANTS = {
         "device.stream_order:StreamOrder.follow", "current.wait_stream(last)",
         Case("exact", model="matrices", habit="side stream", delays="others late"),
     ),
+    "weight read before its update": without(
+        "step_runner:StepRunner.end_update", "self.uploads.refuse_stale_reads(self.step)",
+        Case("exact", habit="weights read", delays="jobs late"),
+    ),
 }  # fmt: skip
 
 WEIGHT = "parameters.host_weight:HostWeight."

@@ -7,13 +7,14 @@ import inspect
 import io
 import os
 import pickle
+import re
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -109,6 +110,26 @@ READERS: dict[str, Callable[[Parameter], Any]] = {
     "pruning": lambda weight: prune.L1Unstructured(0.5).prune(weight),
     "process": lambda weight: ForkingPickler.dumps(weight),
 }
+
+
+def read_all(model: nn.Module, optimizer: Any) -> tuple[list[Tensor], int]:
+    """Read each parameter directly; those that refuse it are read behind ``synchronize()``.
+
+    Returns:
+        The values in the order of the parameters, and how many of them refused.
+    """
+    params = list(model.parameters())
+    found: dict[int, Tensor] = {}
+    for index, param in enumerate(params):
+        try:
+            found[index] = param.detach().clone()
+        except RuntimeError as error:
+            if not re.search("is in flight|is in host memory", str(error)):
+                raise
+    refused = len(params) - len(found)
+    if refused:
+        optimizer.synchronize()
+    return [found[index] if index in found else param.detach().clone() for index, param in enumerate(params)], refused
 
 
 def in_child(read: Callable[[Parameter], Any], weight: Parameter) -> str:
