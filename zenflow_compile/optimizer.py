@@ -340,10 +340,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Have all weights on the device inside of the block, with due updates, for code that reads or writes them.
 
         Only ``offload_weights`` takes weights away. What the block writes into them is kept; a write through ``.data``
-        needs ``torch.autograd.graph.increment_version(param)``, or it is not noticed.
+        needs ``torch.autograd.graph.increment_version(param)``.
 
         Raises:
-            RuntimeError: work in flight failed.
+            RuntimeError: work in flight failed, or, at the end, a sample of a weight shows a write without that.
         """
         engine = self.engine
         engine.synchronize()

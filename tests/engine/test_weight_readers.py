@@ -457,3 +457,27 @@ def test_profile_counts_loads_and_write_backs() -> None:
         summary["d2h_bytes_per_step"] or 0
     )
     pair.close()
+
+
+@pytest.mark.parametrize("entered", ["loaded_weights", "synchronize"])
+def test_data_write_to_loaded_weights_raises(entered: str) -> None:
+    pair = Pair()
+    pair.train(3)
+    if entered == "loaded_weights":
+        with pytest.raises(RuntimeError, match=r"was written through \.data"), pair.optimizer.loaded_weights():
+            pair.model.up.weight.data.mul_(0.5)
+        torch.autograd.graph.increment_version(pair.model.up.weight)
+    else:
+        pair.optimizer.synchronize()
+        pair.model.up.weight.data.mul_(0.5)
+        pair.call(batch(3)).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"was written through \.data"):
+            pair.optimizer.step()
+        torch.autograd.graph.increment_version(pair.model.up.weight)
+        pair.optimizer.zero_grad()
+    pair.other.synchronize()
+    with torch.no_grad():
+        pair.plain.up.weight.mul_(0.5)
+    pair.train(3, first=3)
+    for name, value in pair.model.state_dict().items():
+        assert name.startswith("norm.") or torch.equal(value, pair.plain.state_dict()[name]), name

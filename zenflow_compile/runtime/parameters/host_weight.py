@@ -32,6 +32,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.native.storage_reads import allow_reads, refuse_reads
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
 from zenflow_compile.runtime.device.device import Stream
 from zenflow_compile.runtime.device.devices import device_of
@@ -46,6 +47,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.moved_weights import leave_on_host
 from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.runtime.parameters.unseen_writes import sample_of
 from zenflow_compile.runtime.parameters.weight_memory import have_own_memory, not_emptied
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
@@ -142,6 +144,7 @@ class HostWeight:
         self._storage = storage_identity(param.untyped_storage())
         self._stream: Stream | None = None  # in which the memory was allocated; None: other code did that
         self._bumps = 0  # external ones, at the last load
+        self._sample: Tensor | None = None  # of a held weight
 
     def attach(self, states: SliceStates) -> None:
         """Have the weight in the upload buffers of a parameter with host state."""
@@ -383,8 +386,31 @@ class HostWeight:
         """The parameter's memory as [rows, columns]."""
         return self.param.data.view(self.plan.shape[0], -1)  # ``.data`` has a version counter of its own
 
+    def hold(self) -> None:
+        """Stay loaded until the next optimizer step, for code that may write the weight."""
+        self.held = True
+        self._sample = sample_of(self.param).clone()
+
+    def written(self) -> None:
+        """Note that the optimizer has written the device's memory, where code may write it, too."""
+        if self.held:
+            self._sample = sample_of(self.param).clone()
+
+    def check_held(self) -> None:
+        """Check that no code has written a held weight in a way that moves no version: an unload would drop that.
+
+        Raises:
+            RuntimeError: a sample of the weight shows such a write; see ``unseen_writes``.
+        """
+        seen = self.replaced or self._counter.external_bumps(self.param) != self._bumps
+        if self._sample is None or not self.loaded or seen:
+            return
+        if not torch.equal(sample_of(self.param), self._sample):
+            errors.refuse_unseen_write(self.plan.name)
+
     def _is_loaded(self) -> None:
         self._bumps = self._counter.external_bumps(self.param)
+        self.written()
         if not self.loaded:
             self.loaded = True
             self._note(self.nbytes)
@@ -426,7 +452,11 @@ class HostWeight:
             # The copy reads the memory that is freed below. The next load, which reads what it writes, follows this
             # stream.
             self._written_back.wait_on_device()
-        self.loaded, self.held = False, False  # first: after an interrupt below, a load fills the memory again
+        self.loaded, self.held, self._sample = (
+            False,
+            False,
+            None,
+        )  # first: after an interrupt below, a load fills the memory again
         self._free()
         self._note(-self.nbytes)
 
@@ -621,6 +651,7 @@ class HostWeight:
         if self.loaded:
             self.param.data.copy_(values)
             self._move_to(Place.DEVICE)
+            self.written()
         elif self._states is None:
             self.values().copy_(values)
             self._stored += 1

@@ -309,12 +309,13 @@ class HostWeights:
                 with self._lock:
                     self._bring_in(weight, to_write=to_write)
                 self.held_bytes += 0 if weight.held else weight.nbytes
-                weight.held = True
+                weight.hold()
 
     def release(self, ps: Iterable[int] | None = None) -> None:
         """Unload weights that are held, or that were left behind by a forward that failed. None: all."""
         for p in self.weights if ps is None else ps:
             if (weight := self.weights.get(p)) is not None and weight.served:
+                weight.check_held()
                 weight.held, weight.readers = False, 0
                 with self._lock:
                     if weight.loaded:

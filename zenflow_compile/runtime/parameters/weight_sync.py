@@ -103,6 +103,8 @@ class Weights:
         self._shown = None
         if self.sample is not None:
             self.sample.take()
+        if self.home is not None:
+            self.home.written()
 
     def put_into_slices(self) -> HostWeight | None:
         """The weight in host memory, if the upload buffer and the masters have its values from here on; else None."""
