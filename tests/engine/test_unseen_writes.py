@@ -174,6 +174,16 @@ def test_sample_has_distinct_elements_of_the_weight(name: str) -> None:
         assert len(set(spread)) > SAMPLED // 2, "the elements are in few columns"
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_parameters_without_elements_are_left_out(shape: tuple[int, ...]) -> None:
+    def build(dtype: torch.dtype) -> nn.Module:
+        model = mlp(dtype)
+        model.register_parameter("empty", nn.Parameter(torch.ones(shape)))
+        return model
+
+    Training(None, EXACT, build=build).run(0, 3)
+
+
 def test_nan_is_no_write() -> None:
     training = Training(None, EXACT).run(0, 2)
     with torch.no_grad():

@@ -149,7 +149,7 @@ class ParamRegistry:
             counters[index].add(index, param)
             if index not in offloaded:
                 self.device_updated.add(plan.params[index], param, counters[index])
-            if index not in self.weights.weights:
+            if index not in self.weights.weights and param.numel():  # ranks may have no row of a shard
                 self._sample(index)
 
     def _sample(self, index: int) -> None:
