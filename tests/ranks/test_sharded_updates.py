@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import tempfile
 import threading
 import time
@@ -9,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
 from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
@@ -25,6 +29,7 @@ from tests.ranks.sharded import sharded, whole
 from tests.ranks.test_sharded_references import CASES, Stack, blocks, trained
 from tests.ranks.test_training import assert_equal_ranks
 from tests.support.rank_processes import RankProcesses
+from tests.support.training import IN_FLIGHT
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
@@ -68,8 +73,8 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def held(rank: int, overlap: bool) -> tuple[bool, bool, bool]:
-    """Whether ``step()`` returned while its update was held, and the shards before and behind the next unshard."""
+def held(rank: int, overlap: bool) -> tuple[bool, str, bool]:
+    """Whether ``step()`` returned while its update was held, and what reads find before and behind the next unshard."""
     model = sharded()
     matrices = [param for param in model.parameters() if param.dim() > 1 and len(param) > 1]
     options = {**HELD, "overlap_step": overlap}
@@ -82,7 +87,11 @@ def held(rank: int, overlap: bool) -> tuple[bool, bool, bool]:
             opener.start()
             optimizer.step()
             returned = not gate.is_set()
-            moved = not same(before, [param.to_local() for param in matrices])  # type: ignore[attr-defined]
+            try:
+                old = same(before, [param.to_local() for param in matrices])  # type: ignore[attr-defined]
+                found = "old weights" if old else "new weights"
+            except RuntimeError as error:
+                found = str(error)
             gate.set()
             opener.cancel()
         loss_of(model, 1, rank)
@@ -91,14 +100,14 @@ def held(rank: int, overlap: bool) -> tuple[bool, bool, bool]:
             for a, b in zip(before, matrices, strict=True)
         )
         optimizer.close()
-    return returned, moved, seen
+    return returned, found, seen
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_step_waits_for_no_update_of_shards(two_ranks: RankProcesses, overlap: bool) -> None:
-    for returned, moved, seen in two_ranks.call(held, overlap):
+    for returned, found, seen in two_ranks.call(held, overlap):
         assert returned is overlap
-        assert moved is not overlap
+        assert re.match(IN_FLIGHT if overlap else "new weights", found)
         assert seen
 
 
@@ -230,6 +239,40 @@ def test_updates_are_applied_where_shards_are_read(one_rank: RankProcesses, two_
     """FSDP2 copies the shards of one rank in the forward's stream, and those of several in one that runs ahead."""
     assert one_rank.call(prepared, True, streams_of_updates) == [{True}]
     assert two_ranks.call(prepared, True, streams_of_updates) == [{False}, {False}]
+
+
+ACCESSES: dict[str, Callable[[Any], Any]] = {
+    "to_local": lambda param: param.to_local().clone(),
+    "full_tensor": lambda param: param.full_tensor().clone(),
+    "norm": lambda param: param.detach().norm().full_tensor(),
+    "redistribute": lambda param: param.redistribute(placements=[Replicate()]).to_local().clone(),
+    "foreach": lambda param: torch._foreach_norm([param.to_local()]),
+    "save": lambda param: torch.save(param, io.BytesIO()),
+    "write": lambda param: param.detach().mul_(2),
+    "write to the shard": lambda param: param.to_local().detach().zero_(),
+}
+
+
+def accessed(rank: int, model: Any, optimizer: ZenFlowAdamW) -> tuple[dict[str, str], list[Tensor]]:
+    """What accesses to the shards of a block raise, and the weights of all after that."""
+    found = {}
+    matrices = {name: param for name, param in model.blocks[1].named_parameters() if param.dim() > 1}
+    for (of, param), (how, access) in product(matrices.items(), ACCESSES.items()):
+        try:
+            access(param)
+            found[f"{how} of {of}"] = "nothing"
+        except RuntimeError as error:
+            found[f"{how} of {of}"] = str(error)
+    optimizer.synchronize()
+    return found, [param.full_tensor().detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_direct_accesses_to_shards_raise(ranks: str, request: pytest.FixtureRequest) -> None:
+    processes: RankProcesses = request.getfixturevalue(ranks)
+    for found, weights in processes.call(prepared, True, accessed):
+        assert {name: text for name, text in found.items() if not re.match(IN_FLIGHT, text)} == {}
+        assert same(weights, processes.call(prepared, False, synchronized)[0])
 
 
 def on_their_way(rank: int, model: Any, optimizer: ZenFlowAdamW) -> tuple[int, list[int]]:
