@@ -399,6 +399,34 @@ def test_parameters_moved_into_one_tensor_are_read() -> None:
     assert_equal(found.values(), twin.values())
 
 
+class Experts(nn.Module):
+    """Each forward uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 32) for _ in range(2))
+        self.chosen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts[self.chosen](torch.tanh(self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"update_interval": 2}], ids=str)
+def test_updates_that_no_forward_fetches_are_applied(options: dict[str, Any]) -> None:
+    """A step follows whose forward did not use the weight, and which reads it to find unseen writes."""
+    found, twin = (Trained({**options, **others}, Experts, steps=0) for others in ({}, {"overlap_step": False}))
+    for step in range(12):
+        for each in (found, twin):
+            each.model.chosen = step // 3 % 2
+            each.train(step, step + 1)
+        values, _ = read_all(found.model, found.optimizer) if step % 2 else (list(twin.values().values()), 0)
+        assert_same(values, list(twin.values().values()))
+    found.optimizer.synchronize()
+    assert_equal(found.values(), twin.values())
+
+
 def test_memory_replaced_in_flight_is_readable(trained: Trained) -> None:
     old, new = trained.weight.data, torch.ones(64, 32)
     trained.weight.data = new
