@@ -148,8 +148,9 @@ def test_model_changed_later_is_refused(change: str, inner: str | None) -> None:
     message = rf"0\.weight was float32\[32, 24\] on cpu .*first use and is {dtype}\[32, 24\].*create it anew"
     with pytest.raises(RuntimeError, match=message):
         train(model, optimizer, inner=inner)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
     with pytest.raises(RuntimeError, match=message):
-        optimizer.synchronize()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": 4, "accumulate_on_device": True}])

@@ -407,6 +407,23 @@ def test_evaluation_and_prediction_before_training() -> None:
     assert losses[1][0] != losses[1][1]
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_model_is_cast_after_training(entry: str, tmp_path: Path) -> None:
+    """``bf16_full_eval`` casts the model in the first evaluation after ``train()``."""
+    callbacks = [ZenFlowCallback()]
+    run = train(entry, EXACT, callbacks=callbacks, folder=tmp_path, bf16_full_eval=True)
+    expected = {name: value.bfloat16() for name, value in run.weights.items()}
+    metrics = run.trainer.evaluate()
+    reference = train("eager", None, bf16_full_eval=True).trainer
+    assert metrics["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], rel=1e-3)
+    assert run.trainer.predict(Tokens(8)).metrics["test_loss"] == metrics["eval_loss"]  # type: ignore[arg-type, index]
+    run.trainer.save_model(str(tmp_path / "half"))
+    saved = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+    with pytest.raises(RuntimeError, match="at the optimizer's first use and is bfloat16"):
+        run.trainer.train()
+
+
 def test_train_twice() -> None:
     """The Trainer keeps optimizer and state from one train() to the next."""
     found = []

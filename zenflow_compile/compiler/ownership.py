@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from zenflow_compile.compiler.module_hooks import add_module_hooks, live_engine
@@ -68,7 +69,8 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
     for engine_id in owned:
         hooks += add_module_hooks(roots, engine_id)
         if (engine := live_engine(engine_id)) is not None:
-            engine.check_unchanged()
+            if torch.is_grad_enabled():  # a model that was cast, or moved, can be evaluated and saved
+                engine.check_unchanged()
             engine.remember_models(roots)
     return Claimed(owned, hooks)
 

@@ -266,7 +266,7 @@ class OptimizerRuntime:
             return
         self._check()
         self._check_backward()
-        self.check_unchanged()
+        self.registry.follow_shards()
         self.uploads.apply_due(self.step)
         for offloaded in self.uploads.by_deadline():
             offloaded.host.wait()
@@ -479,7 +479,10 @@ class OptimizerRuntime:
         """
         self._check()
         self._check_backward()
-        self.check_parameters()
+        self.registry.check_unchanged(
+            index for index, each in self.offloaded.items() if each.host.flushed or each.window_holds_gradients
+        )
+        self.holders.check(self.plan.params)
         for index in self.offloaded:
             self.registry.eps(index)
         self._bring_back()

@@ -141,6 +141,7 @@ class HostWeight:
         self._note = note
         have_own_memory(param)
         self._owns_memory = True
+        self._layout = param.dtype, param.shape, param.device
         self._storage = storage_identity(param.untyped_storage())
         self._stream: Stream | None = None  # in which the memory was allocated; None: other code did that
         self._bumps = 0  # external ones, at the last load
@@ -437,11 +438,15 @@ class HostWeight:
     def unload(self) -> None:
         """Give the device's memory back. Values that other code has written are kept.
 
+        A weight that other code has moved or cast stays: it can be read, and training refuses it.
+
         Raises:
             RuntimeError: other code gave the parameter memory that cannot be emptied.
         """
         if self.replaced:
             self._accept_memory()
+        if (self.param.dtype, self.param.shape, self.param.device) != self._layout:
+            return
         if not self._owns_memory:
             self._own_memory()
         if self.place is not Place.DEVICE and self._counter.external_bumps(self.param) != self._bumps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -234,17 +234,26 @@ class ParamRegistry:
         param = self.params[index]
         return (param.dtype, param.shape, param.device) != self._layouts[index]
 
-    def check_unchanged(self) -> None:
-        """Check dtype, shape and device of all parameters; cheap enough for every step.
+    def check_unchanged(self, indices: Iterable[int] | None = None) -> None:
+        """Check dtype, shape and device of parameters; cheap enough for every step.
+
+        Args:
+            indices: of the parameters; None: all.
 
         Raises:
             RuntimeError: a parameter changed since it was planned.
         """
+        self.follow_shards()
+        params, layouts = self.params, self._layouts
+        for index in range(len(params)) if indices is None else indices:
+            param = params[index]
+            if (param.dtype, param.shape, param.device) != layouts[index]:
+                errors.refuse_changed(param, self.plan.params[index], self._device)
+
+    def follow_shards(self) -> None:
+        """Take over the memory of sharded parameters that was replaced."""
         for shard in self._shards:
             shard.follow()
-        for index, (param, layout) in enumerate(zip(self.params, self._layouts, strict=True)):
-            if (param.dtype, param.shape, param.device) != layout:
-                errors.refuse_changed(param, self.plan.params[index], self._device)
 
     def follow_storage(self, index: int) -> None:
         """Take over the memory of a sharded parameter, if that was replaced."""

@@ -107,7 +107,13 @@ class UploadScheduler:
         self.apply(offloaded, offloaded.due(now))
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
-        """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
+        """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow.
+
+        Raises:
+            RuntimeError: see ``apply_due``.
+        """
+        if self._is_changed(offloaded, now):
+            return
         if offloaded.weights.written_by_others:
             # Before the update is applied: a merge into weights that other code has written would overwrite them.
             offloaded.notice_external_write(now)
@@ -121,6 +127,8 @@ class UploadScheduler:
             # backward of that graph would raise.
             for index in offloaded.weights.counter.sharers:
                 if index != offloaded.plan.index and (sharer := self._registry.offloaded.get(index)) is not None:
+                    if self._is_changed(sharer, now):
+                        continue
                     if sharer.weights.written_by_others:
                         sharer.notice_external_write(now)
                     self.apply(sharer, sharer.due(now))
@@ -136,13 +144,16 @@ class UploadScheduler:
             only: indices of the parameters to look at; None: all.
 
         Raises:
-            RuntimeError: work in flight failed, or a weight was written while an update of it was in flight.
+            RuntimeError: work in flight failed, or a weight was written, moved or cast while an update of it was in
+                flight.
         """
         # Uncompiled modules ask one after another, for a few parameters each: do not look at all of them every time.
         every = self._registry.offloaded
         chosen = self.by_deadline() if only is None else [every[p] for p in sorted(only) if p in every]
         for offloaded in chosen:
             offloaded.raise_failures()
+            if self._is_changed(offloaded, now):
+                continue
             # The weights of a loaded state may come after it, unless it was flushed into those that were there.
             if not offloaded.weights.unverified or offloaded.weights.flushed_at_load:
                 offloaded.notice_external_write(now)
@@ -150,6 +161,19 @@ class UploadScheduler:
             offloaded.receive_weights()
         if only is None:
             self._current_at = now  # an update becomes due only when a step ends
+
+    def _is_changed(self, offloaded: OffloadedParam, now: int) -> bool:
+        """Whether a parameter has another dtype, shape or device than planned, and no update is due: it can be read.
+
+        Raises:
+            RuntimeError: an update is due.
+        """
+        index = offloaded.plan.index
+        if not self._registry.changed(index):
+            return False
+        if offloaded.due(now):
+            self._registry.check_unchanged([index])
+        return True
 
     def apply(self, offloaded: OffloadedParam, windows: int) -> None:
         """Make the updates of the oldest flushed update windows visible, waiting for them.
