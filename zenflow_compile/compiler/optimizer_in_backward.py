@@ -83,6 +83,19 @@ def ensure_optimizer(
         setattr(holder, KEEPER_ATTRIBUTE, Keeper(optimizer))
 
 
+def check_optimizer(call: private.CompileCall) -> None:
+    """Check that this ``torch.compile`` call has its optimizer: ``functional_call`` passes weights, and trains none.
+
+    Raises:
+        RuntimeError: it has none yet, and gradients are recorded.
+    """
+    if getattr(call.wrapper, KEEPER_ATTRIBUTE, None) is None and torch.is_grad_enabled():
+        raise RuntimeError(
+            "the first call of a model with an optimizer among the options of torch.compile makes that optimizer, and "
+            "functional_call() may pass other weights than the model's: call the compiled model directly first"
+        )
+
+
 def _refuse_options_without_effect(trained: Sequence[tuple[str, nn.Parameter]], keywords: Mapping[str, Any]) -> None:
     """Raise if optimizer options are given for a model whose every parameter has an optimizer object.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zenflow_compile.compiler.module_hooks import add_module_hooks, live_engine
-from zenflow_compile.compiler.optimizer_in_backward import ensure_optimizer
+from zenflow_compile.compiler.optimizer_in_backward import check_optimizer, ensure_optimizer
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.shard_hooks import Removable
 from zenflow_compile.torch_internals import torch_private_compiler as private
@@ -54,11 +54,15 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
     sources = captured.sources
     found = [private.source_module(sources[i], call) for i, _ in params if sources[i] is not None]
     roots = unique_modules([call.module, *found])
+    functional = private.inside_functional_call()
     for live in cast("Iterator[Engine]", ops.live_engines()):
         if live.outdated and live.optimizer is not None:
             live = live.optimizer.engine  # a new one
-        live.check_models(roots)
-    if keywords is not None:
+        if not functional:  # there, other tensors are in the place of parameters until the call returns
+            live.check_models(roots)
+    if keywords is not None and functional:
+        check_optimizer(call)
+    elif keywords is not None:
         ensure_optimizer([param for _, param in params], roots, call, keywords)
 
     owned: OwnedInputs = {}

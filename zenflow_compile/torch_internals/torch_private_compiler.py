@@ -62,6 +62,21 @@ def compile_call() -> CompileCall:
     return CompileCall(**call, **_dynamo_scopes(frames[:end]))
 
 
+def inside_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` has put other tensors in the place of a module's parameters for this call.
+
+    Seen in torch 2.11 and 2.13.
+    """
+    from torch.nn.utils import stateless
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _dynamo_scopes(frames: Sequence[FrameType]) -> dict[str, Any]:
     """The local and global variables of the frame that the graph was captured from; empty if it is not on the stack."""
     from torch._dynamo.output_graph import OutputGraph
