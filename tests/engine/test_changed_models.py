@@ -146,7 +146,7 @@ def test_cast_over_open_windows_is_read_and_not_flushed() -> None:
     run = Run(WINDOWS)
     run.train(0, 1)
     run.optimizer.synchronize()
-    assert any(each.window_holds_gradients for each in run.optimizer.engine.offloaded.values())
+    assert any(each.window_gradients for each in run.optimizer.engine.offloaded.values())
     run.model.bfloat16()
     run.model.state_dict()
     with pytest.raises(RuntimeError, match=CHANGED):

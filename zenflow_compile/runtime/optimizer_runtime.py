@@ -480,7 +480,7 @@ class OptimizerRuntime:
         self._check()
         self._check_backward()
         self.registry.check_unchanged(
-            index for index, each in self.offloaded.items() if each.host.flushed or each.window_holds_gradients
+            index for index, each in self.offloaded.items() if each.host.flushed or each.window_gradients
         )
         self.holders.check(self.plan.params)
         for index in self.offloaded:
