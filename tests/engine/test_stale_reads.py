@@ -19,7 +19,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, Training, assert_same
 from tests.support.weight_readers import READERS, in_child, read_all
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 from zenflow_compile.torch_internals.torch_private import refusal_of
 
@@ -345,6 +347,24 @@ def test_interrupted_step_leaves_readable_weights(monkeypatch: pytest.MonkeyPatc
     trained.optimizer.close()
     assert trained.guarded() == []
     trained.values()
+
+
+def test_interrupted_wait_keeps_accesses_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward waits for an update that has not come. A handler that saves weights then must not read old ones."""
+    trained, uninterrupted = Trained(), current()
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadTicket, "done", lambda ticket: False)
+        patch.setattr(OffloadedParam, "_wait_on_device", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trained.call(batch(3))
+    with pytest.raises(RuntimeError, match=IN_FLIGHT):
+        trained.weight.detach().clone()
+    trained.optimizer.synchronize()
+    assert_equal(trained.values(), uninterrupted)
 
 
 # Which weights are refused, and when.

@@ -649,13 +649,14 @@ class OffloadedParam(IncomingGradient):
     def apply_next(self) -> FlushedWindow:
         """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""
         recorder = self.transport.recorder
-        self.weights.guard.allow()
         window = self.host.flushed[0]
         if window.final is not None:
             recorder.slack(window.final, step=window.flushed_at, param=self.plan.name)
-        if self.weights.home is not None and (home := self.weights.put_into_slices()) is not None:
-            self._apply_in_host_memory(window, home)
-            return window
+        if self.weights.home is not None:
+            self.weights.guard.allow()  # first: this may copy the weight to the host
+            if (home := self.weights.put_into_slices()) is not None:
+                self._apply_in_host_memory(window, home)
+                return window
         if self.upload is None:
             self.start_upload(waits=True)
         upload = self.upload
@@ -680,6 +681,8 @@ class OffloadedParam(IncomingGradient):
         recorder, weights = self.transport.recorder, self.weights
         if weights.home is not None:
             weights.home.begin_write()
+        # Not before the wait for the update: an interrupt there leaves the update in flight, and reads refused.
+        weights.guard.allow()
         with recorder.compute("merge", param=self.plan.name):
             column_ops.merge_columns(weights.matrix, self.plan.dim, self.device.selection, upload.buffer.tensor)
             weights.written()
