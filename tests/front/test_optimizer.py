@@ -421,7 +421,9 @@ class Quantized(nn.Module):
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64], ids=str
+    "dtype",
+    [torch.uint8, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.complex128],
+    ids=str,
 )
 def test_frozen_quantized_weights_are_accepted(dtype: torch.dtype, entry: dict[str, Any] | None) -> None:
     ours, theirs = Quantized(dtype), Quantized(dtype)
@@ -442,7 +444,7 @@ def test_frozen_quantized_weights_are_accepted(dtype: torch.dtype, entry: dict[s
             optimizer.load_state_dict(state)
     optimizer.synchronize()
     torch.testing.assert_close([ours.down, ours.up], [theirs.down, theirs.up], atol=1e-5, rtol=0)
-    assert torch.equal(ours.weight.to(torch.complex64), before.to(torch.complex64))
+    assert torch.equal(ours.weight.to(torch.complex128), before.to(torch.complex128))
     adam.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(adam.state_dict())
 

@@ -154,13 +154,16 @@ class ParamRegistry:
 
     def _sample(self, index: int) -> None:
         """Notice unseen writes to the weight of parameter ``index``, if it has a master."""
-        param, updated = self.params[index], self.device_updated
-        sampled = SampledWeight(self.plan.params[index].name, param, self.counters[index])
-        if (offloaded := self.offloaded.get(index)) is not None:
+        plan, param, updated = self.plan.params[index], self.params[index], self.device_updated
+        offloaded = self.offloaded.get(index)
+        if not plan.trained or (offloaded is None and not has_master(param)):
+            return
+        sampled = SampledWeight(plan.name, param, self.counters[index])
+        if offloaded is not None:
             offloaded.weights.sample = sampled
             compare = partial(offloaded.weights.expect, None, flushed_at_load=False)
             self.unseen_writes.add(sampled, None, compare)
-        elif has_master(param):
+        else:
             self.unseen_writes.add(sampled, lambda: updated.state(index) is not None, partial(updated.compare, index))
 
     def plan_with(self, groups: Sequence[Sequence[tuple[str, Parameter]]], *, freed: int = 0) -> Plan:
