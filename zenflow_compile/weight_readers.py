@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -144,10 +144,17 @@ class _ImportHook(MetaPathFinder):
             package = module.__name__.partition(".")[0]
             names = ", ".join(f"{module.__name__}.{name}" for name in missing)
             warnings.warn(
-                f"{package} {version(package)} has no {names}, before which this version of zenflow-compile makes due "
+                f"{package}{_release(package)} has no {names}, before which this version of zenflow-compile makes due "
                 "updates visible: call optimizer.synchronize() before the code that took its place reads parameters",
                 stacklevel=user_stacklevel(),
             )
+
+
+def _release(package: str) -> str:
+    """Return the version of a package after a space; nothing where it is imported from a folder, not installed."""
+    with suppress(PackageNotFoundError):
+        return f" {version(package)}"
+    return ""
 
 
 def _replace(module: ModuleType, qualified_name: str, written: Written | None) -> bool:
@@ -186,7 +193,8 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
     def updates_first(*args: Any, **keywords: Any) -> Any:
         if torch.compiler.is_compiling():  # graphs fetch what they read
             return function(*args, **keywords)
-        engines = [engine for engine in ops.live_engines() if isinstance(engine, Engine)]
+        # A forked child applies nothing, and may call this for parameters of its own. Reads of ours stay refused.
+        engines = [engine for engine in ops.live_engines() if isinstance(engine, Engine) and not engine.in_child]
         for engine in engines:
             engine.apply_due()
             engine.hold_weights()

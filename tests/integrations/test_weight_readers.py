@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import sys
 import types
 import warnings
@@ -30,6 +31,7 @@ from tests.integrations.compare import (
     weights,
 )
 from tests.integrations.vision import import_timm
+from tests.support.weight_readers import in_child
 from zenflow_compile import weight_readers
 
 STEPS = 6
@@ -351,6 +353,16 @@ def test_function_without_optimizers_is_only_called(monkeypatch: pytest.MonkeyPa
     assert torch.equal(nn.utils.parameters_to_vector(params), torch.zeros(5))
 
 
+def test_forked_child_reads_parameters_of_its_own() -> None:
+    """An update is in flight in the parent: reads of its weights are refused there, and in the child."""
+    loop = Loop(EXACT)
+    for _ in loop.steps(2):
+        pass
+    own, served = nn.Parameter(torch.ones(2)), next(loop.model.parameters())
+    assert in_child(lambda _: nn.utils.parameters_to_vector([own]), served) == "nothing"
+    assert "is in flight" in in_child(lambda weight: nn.utils.parameters_to_vector([weight]), served)
+
+
 def test_foreign_parameters_keep_their_version() -> None:
     loop = Loop(EXACT)
     for _ in loop.steps(2):
@@ -445,6 +457,14 @@ def test_renamed_function_warns_once_by_name(first: str, package: Path) -> None:
     assert text.startswith(f"{PACKAGE} 1.2 has no {PACKAGE}.Average.update, {PACKAGE}.soft_update,")
     assert "call optimizer.synchronize()" in text
     assert hasattr(module.Average.swap, "__wrapped__"), "those that exist are replaced"
+
+
+def test_renamed_function_of_an_uninstalled_package(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package.write_text(SOURCE.replace("update", "renew"))
+    monkeypatch.setattr(weight_readers, "version", importlib.metadata.version)
+    new_optimizer()
+    with pytest.warns(UserWarning, match=f"^{PACKAGE} has no {PACKAGE}.Average.update"):
+        importlib.import_module(PACKAGE)
 
 
 def test_installed_packages_have_all_functions() -> None:
