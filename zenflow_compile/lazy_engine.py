@@ -122,7 +122,7 @@ class LazyEngine:
         if self._taken_over:
             raise RuntimeError(
                 "this ZenFlowAdamW has ended: another one, created later, has taken parameters of it over; go on with "
-                "that one, or, to train with both, give each parameter to one of them and create both anew"
+                "that one, or, to train with both, give each parameter to one of them and create both again"
             )
         if self.is_closed:
             raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")

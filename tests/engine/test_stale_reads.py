@@ -330,7 +330,7 @@ def test_failed_update_leaves_readable_weights(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_interrupted_step_leaves_readable_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupt comes while accesses are being refused, behind those of the first weight."""
+    """The interrupt comes while accesses are being refused, after those of all weights."""
     trained = Trained()
     refuse = UploadScheduler.refuse_stale_reads
 

@@ -139,7 +139,7 @@ class StepRunner(OptimizerRuntime):
         self._updating = True  # last, so that an error above leaves it unset
 
     def _work_may_have_failed(self) -> bool:
-        """Whether the step has to look for what failed before it begins."""
+        """Return whether the step has to look for what failed before it begins."""
         transport = self.registry.transport
         lanes = transport.to_host.failed or transport.to_device.failed
         in_files = transport.files is not None and transport.files.files.failed

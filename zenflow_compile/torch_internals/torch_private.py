@@ -506,7 +506,7 @@ same_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: 
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors begin at the same place of one storage, whose address may be refused."""
+    """Return whether two tensors begin at the same place of one storage, whose address may be refused."""
     return same_storage(one, other) and one.storage_offset() == other.storage_offset()
 
 

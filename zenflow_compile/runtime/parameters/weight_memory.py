@@ -14,7 +14,7 @@ SHARED = "it shares memory with other tensors"
 
 
 def not_emptied(param: Tensor) -> str | None:
-    """Why the memory of ``param`` cannot be emptied; None if it can, behind ``have_own_memory``."""
+    """Why the memory of ``param`` cannot be emptied; None if it can, after ``have_own_memory``."""
     storage = param.untyped_storage()
     if not param.is_contiguous():
         return "its memory is not contiguous"
