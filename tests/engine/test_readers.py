@@ -410,3 +410,22 @@ def test_state_dict_of_a_model_in_a_compiled_function(passed: bool) -> None:
         states.append({name: value.clone() for name, value in model.state_dict().items()})
     for name, expected in states[0].items():
         torch.testing.assert_close(states[1][name], expected, atol=CLOSE, rtol=0)
+
+
+def test_cast_of_a_module_with_two_optimizers() -> None:
+    """Each has a parameter of the module, and an update in flight."""
+    models = []
+    for options in ({"overlap_step": True}, {"overlap_step": False}):
+        torch._dynamo.reset()
+        torch.manual_seed(2)
+        model = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        model.second = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        optimizers = [ZenFlowAdamW([param], **{**EXACT, **options}) for param in (model.weight, model.second)]
+        call = torch.compile(lambda x, model=model: model(x, x) @ model.second, **EAGER_BACKEND)
+        for step in range(2):
+            call(batch(step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(model.double())
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

@@ -123,7 +123,7 @@ def test_write_after_an_applied_update_is_noticed(between: str) -> None:
 def test_one_element_is_noticed_if_it_is_sampled(sampled: bool) -> None:
     training = Training(None, EXACT).run(0, 2)
     weight = training.model[2].weight
-    offset = sample_of(weight).storage_offset() + (0 if sampled else 1)
+    offset = 0 if sampled else 1
     weight.data.view(-1)[offset] += 1
     if sampled:
         with pytest.raises(RuntimeError, match=NOTICED):
@@ -167,7 +167,7 @@ def test_sample_has_distinct_elements_of_the_weight(name: str) -> None:
     positions = [sample.storage_offset() + index * sample.stride(0) for index in range(len(sample))]
     inside = weight.new_zeros(weight.untyped_storage().nbytes() // weight.element_size(), dtype=torch.bool)
     inside.as_strided(weight.shape, weight.stride(), weight.storage_offset()).fill_(True)
-    assert len(set(positions)) == len(sample) >= min(SAMPLED, max([1, *weight.shape]))
+    assert len(set(positions)) == len(sample) >= min(SAMPLED * 3 // 4, max([1, *weight.shape]))
     assert all(inside[position] for position in positions)
     if min(weight.shape, default=0) >= 2 * SAMPLED:
         spread = [(position - weight.storage_offset()) % max(weight.stride()) for position in positions]
@@ -182,6 +182,16 @@ def test_parameters_without_elements_are_left_out(shape: tuple[int, ...]) -> Non
         return model
 
     Training(None, EXACT, build=build).run(0, 3)
+
+
+@pytest.mark.parametrize("shape", [(768, 768), (32000, 64), (50257, 48), (64, 32000), (1000, 1000), (992, 1024)])
+def test_write_to_a_row_at_the_ends_is_noticed(shape: tuple[int, int]) -> None:
+    """Embeddings have the row of padding there."""
+    for row in (0, -1):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        before = sample_of(weight).clone()
+        weight.data[row].zero_()
+        assert not torch.equal(sample_of(weight), before)
 
 
 def test_nan_is_no_write() -> None:

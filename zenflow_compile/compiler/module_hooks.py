@@ -115,20 +115,22 @@ class ReadBeforeApply:
     Copies and pickles of the module have the method of its class.
     """
 
-    def __init__(self, engine_id: int, module: nn.Module) -> None:
-        self._engine_id, self._module = engine_id, module
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
 
     @staticmethod
-    def attach(engine_id: int, module: nn.Module) -> ReadBeforeApply:
-        """Put one in front of the module's own method."""
-        found = ReadBeforeApply(engine_id, module)
+    def attach(module: nn.Module) -> ReadBeforeApply:
+        """Put one in front of the module's own method. It serves all engines that have parameters of the module."""
+        found = ReadBeforeApply(module)
         module.__dict__["_apply"] = found
         return found
 
     def __call__(self, *args: Any, **keywords: Any) -> nn.Module:
-        if (engine := live_engine(self._engine_id)) is not None:
-            engine.apply_due(self._module.parameters(recurse=False))
-            engine.hold_weights(self._module.parameters(recurse=False))
+        params = [*self._module.parameters(recurse=False)]
+        owners = {owner[0].id for param in params if (owner := ops.owner_of(param)) is not None}
+        for engine in filter(None, map(live_engine, owners)):
+            engine.apply_due(params)
+            engine.hold_weights(params)
         moved: nn.Module = type(self._module)._apply(self._module, *args, **keywords)  # type: ignore[no-untyped-call]
         return moved
 
@@ -166,7 +168,7 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> list[Removab
                 module.register_forward_pre_hook(reads, prepend=True),
                 module.register_state_dict_pre_hook(partial(_synchronize_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(partial(_apply_before_load, engine_id)),  # type: ignore[no-untyped-call]
-                ReadBeforeApply.attach(engine_id, module),
+                ReadBeforeApply.attach(module),
             ]
             if engine.offloaded_weights is not None:
                 handles += [

@@ -103,11 +103,11 @@ class Engine(StepRunner):
             errors.refuse_concurrent_backward()
         # Updates may run before ``begin_update`` does both.
         self.registry.check_groups()
-        self._compare_samples()
         if self.run_ahead is not None:
             self.run_ahead.begin_step()
         if self.backward.task is not None:
             self._drop_failed_backward(arrived)
+        self._compare_samples()
 
     def _compare_samples(self) -> None:
         """Notice unseen writes before an update in this backward would undo them."""

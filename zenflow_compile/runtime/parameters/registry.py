@@ -39,7 +39,7 @@ from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight, Unse
 from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.torch_internals.torch_private import same_memory
+from zenflow_compile.torch_internals.torch_private import is_wrapper_subclass, same_memory
 
 
 class ParamRegistry:
@@ -156,7 +156,7 @@ class ParamRegistry:
         """Notice unseen writes to the weight of parameter ``index``, if it has a master."""
         plan, param, updated = self.plan.params[index], self.params[index], self.device_updated
         offloaded = self.offloaded.get(index)
-        if not plan.trained or (offloaded is None and not has_master(param)):
+        if not plan.trained or is_wrapper_subclass(param) or (offloaded is None and not has_master(param)):
             return
         sampled = SampledWeight(plan.name, param, self.counters[index])
         if offloaded is not None:

@@ -1,9 +1,9 @@
 """Notices writes that move no version, as those through ``.data`` do, by samples of the weights.
 
 The optimizer would undo such a write: the weight's master does not know of it. A sample has up to ``SAMPLED`` elements,
-spread over rows and columns, as they were after the optimizer's own last write. A step compares them before it writes
-again: a write to the whole weight is always noticed, and one to a random share q of its elements with probability
-1 - (1 - q)^n, with n elements in the sample.
+no fewer than three quarters of that, spread over rows and columns, as they were after the optimizer's own last write. A
+step compares them before it writes again: a write to the whole weight is always noticed, and one to a random share q of
+its elements with probability 1 - (1 - q)^n, with n elements in the sample.
 """
 
 from __future__ import annotations
@@ -32,25 +32,23 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sample_of(weight: Tensor) -> Tensor:
-    """View up to ``SAMPLED`` elements of ``weight``, as integers of their size: NaN is unequal to itself.
+    """View about ``SAMPLED`` elements of ``weight``, as integers of their size: NaN is unequal to itself.
 
-    One step between elements of dense memory goes over some rows, and 0.6 of one: so the elements are in different rows
-    and columns. In other memory they are on the diagonal.
+    In dense memory they begin at the first element, in equal steps to the last row: code often writes the rows at the
+    ends. The number of steps is chosen so that the elements are in different columns, too. In other memory they are on
+    the diagonal.
     """
     bits = weight.detach().view(_INTEGERS[weight.element_size()])
-    sizes, strides = weight.shape, weight.stride()
-    count = min(SAMPLED, weight.numel())
-    if sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1 == weight.numel():
-        row = max([1, *(stride for stride in strides if stride < weight.numel())])
-        step = longest = (weight.numel() - 1) // max(1, count - 1)
-        if longest > 2 * row > 2:
-            step = (longest // row - 1) * row + int(0.618 * row)
-        first = (weight.numel() - 1 - (count - 1) * step) // 2
+    sizes, strides, elements = weight.shape, weight.stride(), weight.numel()
+    count = min(SAMPLED, elements)
+    if sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1 == elements:
+        row = max([1, *(stride for stride in strides if stride < elements)])
+        ways = [(number, (elements - 1) // max(1, number - 1)) for number in range(count, count * 3 // 4, -1)]
+        count, step = max(ways, key=lambda way: len({place * way[1] % row for place in range(way[0])}))
     else:
         count = min(SAMPLED, max(sizes))
         step = sum(size // count * stride for size, stride in zip(sizes, strides, strict=True))
-        first = 0
-    return bits.as_strided((count,), (step,), weight.storage_offset() + first)
+    return bits.as_strided((count,), (step,), weight.storage_offset())
 
 
 class SampledWeight:
