@@ -643,8 +643,8 @@ class OffloadedParam(IncomingGradient):
             with self.transport.recorder.stall(True, param=OTHER_RANKS):
                 streams.current().wait_event(event)
             self.arriving = None
-            if self.weights.sample is not None:
-                self.weights.sample.take()
+            if (sample := self.weights.sample) is not None and sample.kept is not None:
+                sample.kept.copy_(sample.sample)
 
     def apply_next(self) -> FlushedWindow:
         """Apply the oldest flushed update window, which is due, to the weight, waiting for it. Returns the window."""

@@ -246,7 +246,8 @@ class ParamRegistry:
         Raises:
             RuntimeError: a parameter changed since it was planned.
         """
-        self.follow_shards()
+        if self._shards:
+            self.follow_shards()
         params, layouts = self.params, self._layouts
         for index in range(len(params)) if indices is None else indices:
             param = params[index]

@@ -83,11 +83,6 @@ class SampledWeight:
         if self.kept is not None:
             self.kept.copy_(self.sample)
 
-    def take(self) -> None:
-        """Keep the sample again after a write of the optimizer's between two steps."""
-        if self.kept is not None:
-            self.kept.copy_(self.sample)
-
     @property
     def tells(self) -> bool:
         """Whether the sample tells of writes: versions tell of others, and frozen weights belong to other code."""

@@ -101,8 +101,8 @@ class Weights:
         """Bump the version after the engine wrote the deferred slices."""
         bump_versions([self._param], [self.counter])
         self._shown = None
-        if self.sample is not None:
-            self.sample.take()
+        if (sample := self.sample) is not None and sample.kept is not None:
+            sample.kept.copy_(sample.sample)
         if self.home is not None:
             self.home.written()
 

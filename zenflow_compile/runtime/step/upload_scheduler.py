@@ -112,7 +112,8 @@ class UploadScheduler:
         Raises:
             RuntimeError: see ``apply_due``.
         """
-        if self._is_changed(offloaded, now):
+        if self._registry.changed(offloaded.plan.index):
+            self._check_readable(offloaded, now)
             return
         if offloaded.weights.written_by_others:
             # Before the update is applied: a merge into weights that other code has written would overwrite them.
@@ -127,7 +128,8 @@ class UploadScheduler:
             # backward of that graph would raise.
             for index in offloaded.weights.counter.sharers:
                 if index != offloaded.plan.index and (sharer := self._registry.offloaded.get(index)) is not None:
-                    if self._is_changed(sharer, now):
+                    if self._registry.changed(index):
+                        self._check_readable(sharer, now)
                         continue
                     if sharer.weights.written_by_others:
                         sharer.notice_external_write(now)
@@ -152,7 +154,8 @@ class UploadScheduler:
         chosen = self.by_deadline() if only is None else [every[p] for p in sorted(only) if p in every]
         for offloaded in chosen:
             offloaded.raise_failures()
-            if self._is_changed(offloaded, now):
+            if self._registry.changed(offloaded.plan.index):
+                self._check_readable(offloaded, now)
                 continue
             # The weights of a loaded state may come after it, unless it was flushed into those that were there.
             if not offloaded.weights.unverified or offloaded.weights.flushed_at_load:
@@ -162,18 +165,14 @@ class UploadScheduler:
         if only is None:
             self._current_at = now  # an update becomes due only when a step ends
 
-    def _is_changed(self, offloaded: OffloadedParam, now: int) -> bool:
-        """Whether a parameter has another dtype, shape or device than planned, and no update is due: it can be read.
+    def _check_readable(self, offloaded: OffloadedParam, now: int) -> None:
+        """Check that no update is due of a parameter that has another dtype, shape or device than planned.
 
         Raises:
             RuntimeError: an update is due.
         """
-        index = offloaded.plan.index
-        if not self._registry.changed(index):
-            return False
         if offloaded.due(now):
-            self._registry.check_unchanged([index])
-        return True
+            self._registry.check_unchanged([offloaded.plan.index])
 
     def apply(self, offloaded: OffloadedParam, windows: int) -> None:
         """Make the updates of the oldest flushed update windows visible, waiting for them.
