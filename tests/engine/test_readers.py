@@ -192,7 +192,11 @@ def test_transformed_and_traced_calls(mode: str) -> None:
             assert "copy_" not in str(traced.graph)
             seen = traced(inputs)
     elif mode == "export":
-        seen = torch.export.export(model, (inputs,), strict=False).module()(inputs)
+        exported = torch.export.export(model, (inputs,), strict=False)
+        called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+        assert all(isinstance(target, torch._ops.OpOverload) for target in called)  # no change of the grad mode
+        torch.export.save(exported, io.BytesIO())
+        seen = exported.module()(inputs)
     elif mode == "make_fx":
         graph = torch.fx.experimental.proxy_tensor.make_fx(model)(inputs)
         assert all("copy_" not in str(node.target) for node in graph.graph.nodes)

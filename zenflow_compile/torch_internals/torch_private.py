@@ -453,8 +453,9 @@ def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
 def outside_of_transforms() -> Iterator[None]:
     """Run operators as in plain eager code, also while the caller is transformed or traced.
 
-    Suspends functorch's transforms, dispatch modes (``make_fx``, non-strict ``torch.export``), ``torch.jit.trace``,
-    gradients, and inference mode, whose tensors could not be written later. Seen in torch 2.11 and 2.13.
+    Suspends functorch's transforms, dispatch modes (``make_fx``, non-strict ``torch.export``), function modes (export
+    records changes of the grad mode with one), ``torch.jit.trace``, gradients, and inference mode, whose tensors could
+    not be written later. Seen in torch 2.11 and 2.13.
     """
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
@@ -465,6 +466,7 @@ def outside_of_transforms() -> Iterator[None]:
         with (
             temporarily_clear_interpreter_stack(),
             _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
             torch.inference_mode(False),
             torch.no_grad(),
         ):
