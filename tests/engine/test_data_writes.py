@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, LARGEST_STATE, Training, mlp
+from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -141,3 +142,17 @@ def test_cast_to_the_same_dtype_is_no_write() -> None:
     training.model.to(device="cpu", dtype=torch.float32)
     for ours, expected in zip(training.run(3, 6).weights(), twin.run(3, 6).weights(), strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0,)], ids=str)
+def test_parameters_without_elements_train(shape: tuple[int, ...]) -> None:
+    layer = torch.nn.Linear(8, 8)
+    empty = Parameter(torch.zeros(shape))
+    optimizer = ZenFlowAdamW([*layer.parameters(), empty], device_share=0.0, min_offload_size=0)
+    before = layer.weight.detach().clone()
+    for _ in range(2):
+        (layer(torch.ones(2, 8)).sum() + empty.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert not torch.equal(layer.weight, before)
