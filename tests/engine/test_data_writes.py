@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, LARGEST_STATE, Training, mlp
+from tests.support.training import (
+    ADAM,
+    EAGER_BACKEND,
+    ENTRIES,
+    ENTRY_IDS,
+    IN_FLIGHT,
+    LARGEST_STATE,
+    OFFLOAD_ALL,
+    Training,
+    batch,
+    mlp,
+)
 from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(60)
 
 BOUND = 0.0625  # exact in bf16
+EXACT: dict[str, Any] = {"update_interval": 1}
 
 POLICIES: dict[str, dict[str, Any]] = {
     "zenflow": {"update_interval": 1, "overlap_step": False},
@@ -156,3 +170,52 @@ def test_parameters_without_elements_train(shape: tuple[int, ...]) -> None:
         optimizer.zero_grad()
     optimizer.close()
     assert not torch.equal(layer.weight, before)
+
+
+class MaxNorm(nn.Linear):
+    """EEGNet's constraint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(x)
+
+
+def test_forward_that_assigns_data_is_refused() -> None:
+    model = nn.Sequential(MaxNorm(16, 32), nn.Linear(32, 10))
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **OFFLOAD_ALL, **EXACT)
+    with pytest.raises(Exception, match=r"compiled forward assigns \.data.*torch\.no_grad\(\).*overlap_step=False"):
+        torch.compile(model, **EAGER_BACKEND)(batch(0)[0])
+    expected = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(expected.parameters(), **ADAM)
+    for step in range(4):
+        for each, stepping in ((model, optimizer), (expected, adamw)):
+            each(batch(step)[0]).square().mean().backward()
+            stepping.step()
+            stepping.zero_grad()
+    optimizer.synchronize()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_forward_may_write_weights_without_overlap() -> None:
+    """The remedy that the error above names."""
+
+    def constrain(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.1, 0.1)
+
+    options = {**OFFLOAD_ALL, **EXACT, "overlap_step": False}
+    losses: list[list[float]] = [[], []]
+    for number, entry in enumerate((EAGER_BACKEND, None)):
+        model = mlp()
+        model[2].register_forward_pre_hook(constrain)  # which Dynamo traces
+        params = model.parameters()
+        optimizer: Any = ZenFlowAdamW(params, **ADAM, **options) if entry else torch.optim.AdamW(params, **ADAM)
+        call = torch.compile(model, **entry) if entry else model
+        for step in range(5):
+            loss = call(batch(step)[0]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[number].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-6)

@@ -69,6 +69,7 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor) and (owner := ops.owner_of(value)) is not None:
             owned.setdefault(owner[0].id, []).append((owner[1], i))
+    _refuse_replaced(captured.graph.graph, {i for pairs in owned.values() for _, i in pairs})
     hooks: list[Removable] = []
     for engine_id in owned:
         hooks += add_module_hooks(roots, engine_id)
@@ -77,6 +78,28 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
                 engine.check_unchanged()
             engine.remember_models(roots)
     return Claimed(owned, hooks)
+
+
+def _refuse_replaced(graph: torch.fx.Graph, owned: set[int]) -> None:
+    """Refuse a graph that gives an owned parameter other memory (``param.data = ...`` in a forward).
+
+    Each such forward gives the parameter another node of autograd, so the backward's gradient would be lost.
+
+    Args:
+        owned: positions of the parameters among the graph's inputs.
+
+    Raises:
+        ValueError: it does so.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    params = {inputs[i] for i in owned}
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", node.target) == "set_" and node.args and node.args[0] in params:
+            raise ValueError(
+                f"the compiled forward assigns .data of the parameter {node.args[0].name}, whose gradients would be "
+                "lost: write the parameter in place inside of torch.no_grad(), and create the optimizer with "
+                "overlap_step=False, or train the model without torch.compile"
+            )
 
 
 def refuse_ddp(call: private.CompileCall | None = None) -> None:

@@ -48,7 +48,8 @@ class ReadGuard:
         # First: an interrupt in between leaves a mark, which ``allow`` takes away.
         self._storage = storage
         # ``is_shared`` would end the process: its C++ code handles no errors.
-        shown.update({"is_shared": _is_not_shared, REFUSAL: Refusal(storage.nbytes(), self._text)})
+        is_shared = _is_shared if storage.is_shared() else _is_not_shared
+        shown.update({"is_shared": is_shared, REFUSAL: Refusal(storage.nbytes(), self._text)})
         library.zenflow_refuse_reads(storage_identity(storage), nbytes, self._text)
 
     def allow(self) -> None:
@@ -82,6 +83,10 @@ def own_memory(storage: torch.UntypedStorage) -> None:
     assert library is not None
     copy = storage.clone()  # type: ignore[no-untyped-call]
     library.zenflow_swap_memory(storage_identity(storage), storage_identity(copy))
+
+
+def _is_shared() -> bool:
+    return True
 
 
 def _is_not_shared() -> bool:

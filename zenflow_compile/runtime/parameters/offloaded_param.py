@@ -814,7 +814,8 @@ class OffloadedParam(IncomingGradient):
         if lost or (arriving and (changed or not (counter.shared or counter.exposed))):
             raise errors.LostUpdateError(
                 f"{self.plan.name} was written while an update of it was on its way, which is lost now; call "
-                "optimizer.synchronize() before weights are read or written outside of the compiled model"
+                "optimizer.synchronize() before weights are read or written outside of the compiled model, and create "
+                "the optimizer with overlap_step=False if the compiled forward itself writes them"
             )
         if changed and flushed_at_load:
             raise errors.LostUpdateError(
