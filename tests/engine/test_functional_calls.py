@@ -137,7 +137,7 @@ def test_second_order_needs_the_plain_module() -> None:
     run.optimizer.close()
 
 
-def test_weights_read_over_an_update_in_flight_are_refused() -> None:
+def test_weights_with_an_update_in_flight_are_refused() -> None:
     run = Run(EXACT)
     train(run.call, run.optimizer, loss_of)
     with pytest.raises(RuntimeError, match=r"after optimizer\.synchronize\(\)"):

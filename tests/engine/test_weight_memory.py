@@ -194,7 +194,7 @@ def test_given_memory_of_an_array_is_taken_over() -> None:
 
 @pytest.mark.parametrize("part", ["begin", "end"])
 def test_given_part_of_a_tensor_is_refused(part: str) -> None:
-    """Its memory is not emptied: the other part is somebody else's."""
+    """Its memory is not emptied: the other part belongs to other code."""
     flat = torch.cat([values(5), values(6)])
     run = Run(build())
     losses(run.call, run.optimizer, 0, 1)
