@@ -102,6 +102,8 @@ class RankCalls(StepMessages):
             self._weights.gather([Changed(each, whole=True) for each in merged])
             for offloaded in merged:
                 offloaded.receive_weights()
+                if (sample := offloaded.weights.sample) is not None:
+                    sample.follow()  # no step ends here, which would keep it
 
     def _notice_writes(self, now: int) -> bytes:
         """Look which parameters were written in this rank's share. Returns a byte for each, for all ranks.
