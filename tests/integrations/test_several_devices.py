@@ -154,6 +154,7 @@ def bare_model_then_ddp(rank: int) -> None:
     optimizer = adamw(model, EXACT)
     model.compile(**EAGER_BACKEND)
     train(model, optimizer, rank, steps=1)
+    optimizer.synchronize()  # DistributedDataParallel reads the weights
     train(DistributedDataParallel(model), optimizer, rank, steps=1)
 
 
