@@ -185,7 +185,8 @@ def test_steady_step_waits_for_no_number(
             unscale_and_clip(training)
             training.optimizer.step()
             adaptive = options == "auto" and step >= 2  # reads values of the step before last
-            assert set(reads) <= ({"tolist", "item"} if adaptive else set())
+            # Samples of the weights (``unseen_writes.py``) are read as late, and from the host's memory.
+            assert set(reads) <= ({"tolist", "item"} if adaptive else {"tolist"})
             assert step < 4 or not device.blocking
             assert step < 4 or adaptive or main not in device.streams.waits
             training.optimizer.zero_grad()
