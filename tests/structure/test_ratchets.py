@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from scripts import ratchets
+from zenflow_compile.checks.validate import check_flag
 
 HOW = (
     "lower it, or record it with `python -m scripts.ratchets --record` and give the reason in the message of the commit"
@@ -23,10 +27,12 @@ def flat(counts: dict[str, Any], path: str = "") -> Iterator[tuple[str, int]]:
             yield path + name, count
 
 
-@pytest.mark.parametrize("counts", [ratchets.counts_of_text, ratchets.counts_of_runs], ids=["text", "runs"])
-def test_no_count_is_above_its_record(counts: Any) -> None:
+def test_no_count_is_above_its_record() -> None:
+    # In a process of its own: as users have it, without what the tests change in theirs.
+    command = [sys.executable, "-m", "scripts.ratchets"]
+    counts = json.loads(subprocess.run(command, cwd=ratchets.ROOT, stdout=subprocess.PIPE, check=True).stdout)
     recorded = dict(flat(json.loads(ratchets.RECORD.read_text())))
-    above = {name: (count, recorded.get(name, 0)) for name, count in flat(counts()) if count > recorded.get(name, 0)}
+    above = {name: (count, recorded.get(name, 0)) for name, count in flat(counts) if count > recorded.get(name, 0)}
     assert not above, f"{above} (count, recorded): {HOW}"
 
 
@@ -51,5 +57,9 @@ def test_largest_class_counts_what_it_inherits() -> None:
 
 
 def test_calls_are_counted_in_all_threads() -> None:
-    calls = ratchets.calls_of_step(1, 64, update_interval=1)
-    assert any(call.startswith("runtime/host/host_adam.py") for call in calls)
+    with ratchets.CallCounter() as counter:
+        counter.counting = True
+        thread = threading.Thread(target=check_flag, args=("overlap_step", True))
+        thread.start()
+        thread.join()
+    assert counter.calls.total() == 1
