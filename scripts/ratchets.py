@@ -127,6 +127,10 @@ def methods_of_classes() -> dict[str, int]:
     return {name: len(names(cls)) for name, cls in classes.items()}
 
 
+_OF_OTHERS = {"_apply", "_exit", "_fields", "_make", "_replace", "_version"}
+"""Private names of the package that are public ones, or PyTorch's, in other classes."""
+
+
 def _private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -153,7 +157,7 @@ def private_reads() -> int:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
-    known = {name for name in attributes | functions | constants if _private(name)}
+    known = {name for name in attributes | functions | constants if _private(name)} - _OF_OTHERS
     return sum(
         isinstance(node, ast.Attribute)
         and node.attr in known
