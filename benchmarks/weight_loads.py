@@ -37,7 +37,7 @@ from benchmarks.common import Spread, Target, interleaved, option_parser, ratios
 from benchmarks.emulated import EmulatedModel
 from zenflow_compile.runtime.device.thread_lane import INLINE_BYTES, ThreadLane, ThreadTicket
 from zenflow_compile.runtime.parameters.host_weight import Staged
-from zenflow_compile.timeline.events import COMPUTE
+from zenflow_compile.timeline import COMPUTE
 
 WIDTH = 160
 BATCH = 8

@@ -32,7 +32,7 @@ from zenflow_compile.runtime.parameters.weight_room import check_room
 from zenflow_compile.runtime.ranks.agreement import agreed, rank_group
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import local_part, refuse_sharded, sharding_of
-from zenflow_compile.timeline.events import record_new_engine
+from zenflow_compile.timeline import record_new_engine
 
 
 class LazyEngine:

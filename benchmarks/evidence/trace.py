@@ -18,7 +18,7 @@ import zenflow_compile as zf
 from benchmarks.common import Spread, interleaved, ratios
 from benchmarks.evidence.loop import WARM_UP, Loop
 from benchmarks.evidence.setting import Emit, Setting
-from zenflow_compile.timeline.intervals import Intervals, intersect, length_ns, union
+from zenflow_compile.profiling.recording import Intervals, intersect, length_ns, union
 
 _TRACES = 4  # whole update windows: steps of one window differ
 _COMPUTE = ("kernel", "gpu_memset")

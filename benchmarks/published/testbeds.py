@@ -15,7 +15,7 @@ from zenflow_compile.performance.hardware_catalog import hardware
 from zenflow_compile.performance.model_catalog import model
 from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.simulator.simulate import SteadyStep, simulate, steady_step
-from zenflow_compile.timeline.events import COMPUTE, D2H, STEP
+from zenflow_compile.timeline import COMPUTE, D2H, STEP
 
 V100_RATES = {"cpu_update": 2e9, "gpu_update": 35e9, "link": 3e9, "cpu_downscale": 8.7e9}
 H100_RATES = {"cpu_update": 2e9, "gpu_update": 25e9, "link": 55e9 / 4, "cpu_downscale": 62e9 / 4}

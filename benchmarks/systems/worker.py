@@ -87,8 +87,8 @@ class Trainer:
     def profile(self, steps: int) -> dict[str, Any]:
         """``zf.profile()`` over ``steps`` steps of one of our policies: its summary, and every step's stall in ms."""
         import zenflow_compile as zf
-        from zenflow_compile.timeline.events import COMPUTE, STEP
-        from zenflow_compile.timeline.intervals import intersect, length_ns, union
+        from zenflow_compile.profiling.recording import intersect, length_ns, union
+        from zenflow_compile.timeline import COMPUTE, STEP
 
         optimizer: Any = self.system.optimizer  # type: ignore[attr-defined]
         with zf.profile(optimizer) as profile:

@@ -51,17 +51,6 @@ def readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
-def test_moved_files_are_where_contributing_says() -> None:
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Old file, new file")[2]
-    rows = re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", table, re.MULTILINE)
-    package = ROOT / "zenflow_compile"
-    assert len(rows) > 80
-    for old, new in rows:
-        places = re.findall(r"`([\w/.]+)`", new)
-        missing = [place for place in places if not (package / place).exists()]
-        assert not missing, f"the row of {old} in CONTRIBUTING.md names {missing}"
-
-
 def test_citation_file() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

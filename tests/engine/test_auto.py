@@ -13,7 +13,7 @@ from zenflow_compile.options import options as options_module
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.step import min_window, schedule
-from zenflow_compile.timeline.events import AdaptiveWindows
+from zenflow_compile.timeline import AdaptiveWindows
 
 SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
 

@@ -11,7 +11,7 @@ from tests.gpu.training import assert_same, make_model, offloading, train
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.readback import Readback, Reading
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import Timeline
+from zenflow_compile.timeline import Timeline
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.timeline.events import Event, NormSums
+from zenflow_compile.timeline import Event, NormSums
 
 MS = 1_000_000  # nanoseconds
 

@@ -12,10 +12,9 @@ import zenflow_compile as zf
 from tests.profiling.synthetic import MS, event, recording
 from zenflow_compile.profiling.chrome_trace import chrome_trace
 from zenflow_compile.profiling.gantt import BACKWARD, EVALUATION, FORWARD, IDLE, UPDATE, WAIT, draw
-from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.recording import Recording, intersect, length_ns, subtract, union
 from zenflow_compile.profiling.report import render
 from zenflow_compile.profiling.summary import Summary, summarize
-from zenflow_compile.timeline.intervals import intersect, length_ns, subtract, union
 
 
 def parts_ms(summary: Summary) -> dict[str, float]:

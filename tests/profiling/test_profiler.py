@@ -13,7 +13,7 @@ from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.profiling.profiler import profile
 from zenflow_compile.runtime import ops
-from zenflow_compile.timeline.events import AdaptiveWindows, Timeline, record_new_engine
+from zenflow_compile.timeline import AdaptiveWindows, Timeline, record_new_engine
 
 _ids = count(1_000_000)
 MS = 1_000_000

@@ -10,7 +10,7 @@ from zenflow_compile.performance.traffic import Bandwidths, Traffic
 from zenflow_compile.profiling.gantt import BACKWARD, COPY, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT, draw
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import can_show_blocks, print_report
-from zenflow_compile.timeline.events import AdaptiveWindows
+from zenflow_compile.timeline import AdaptiveWindows
 
 TRAFFIC = Traffic(
     host=60e6,

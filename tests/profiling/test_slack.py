@@ -4,8 +4,7 @@ import pytest
 
 from tests.profiling.synthetic import event, recording
 from zenflow_compile.profiling.report import render
-from zenflow_compile.profiling.slack import block_of, slack_by_block
-from zenflow_compile.profiling.summary import summarize
+from zenflow_compile.profiling.summary import block_of, slack_by_block, summarize
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from tests.profiling.synthetic import event, known_run, recording
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
-from zenflow_compile.timeline.events import AdaptiveWindows, NormSums
+from zenflow_compile.timeline import AdaptiveWindows, NormSums
 
 
 def test_known_run():

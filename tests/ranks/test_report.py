@@ -15,7 +15,7 @@ from tests.ranks.models import WINDOWED, backward, on_ranks, optimizer_over, une
 from tests.ranks.sharded import sharded
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile.profiling.diagnose import diagnose
-from zenflow_compile.profiling.rank_report import slowest
+from zenflow_compile.profiling.report import slowest
 from zenflow_compile.profiling.summary import Summary
 
 pytestmark = pytest.mark.timeout(120)

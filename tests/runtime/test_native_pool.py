@@ -28,7 +28,7 @@ from zenflow_compile.runtime.host import native_pool
 from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
 from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import Timeline
+from zenflow_compile.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -29,7 +29,7 @@ from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFileError
 from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import Timeline
+from zenflow_compile.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
 

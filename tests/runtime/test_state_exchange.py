@@ -33,7 +33,7 @@ from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import PLAIN, StateRows
-from zenflow_compile.timeline.events import Timeline
+from zenflow_compile.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,7 +19,7 @@ from zenflow_compile.runtime.device_updates import streamed_adam
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
 from zenflow_compile.runtime.host.workers import HostWorkers
-from zenflow_compile.timeline.events import D2H, H2D, Event, Timeline
+from zenflow_compile.timeline import D2H, H2D, Event, Timeline
 
 pytestmark = pytest.mark.timeout(120)
 

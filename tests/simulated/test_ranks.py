@@ -34,7 +34,7 @@ from tests.support.rank_processes import RankProcesses
 from tests.support.training import IN_FLIGHT
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
-from zenflow_compile.timeline.events import COMPUTE, RANKS
+from zenflow_compile.timeline import COMPUTE, RANKS
 
 pytestmark = pytest.mark.timeout(300)
 IN_EVERY_RUN = ("weights before the other ranks' slices", "slices sent before the step")

@@ -25,7 +25,7 @@ from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.simulator.clock import Clock, Span
 from zenflow_compile.simulator.simulate import simulate, steady_step
-from zenflow_compile.timeline.events import Event
+from zenflow_compile.timeline import Event
 
 S = 1_000_000_000  # a second
 SMALL_WINDOW = 40_000_000  # of files: less than half of their state

@@ -19,7 +19,7 @@ from tests.support.zoo import BY_NAME, MEMBERS, Member
 from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
-from zenflow_compile.timeline.events import D2H, Timeline
+from zenflow_compile.timeline import D2H, Timeline
 
 ADAM = {"lr": 1e-3, "weight_decay": 0.01}
 

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
+from zenflow_compile import timeline as timeline_module
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.timeline import events as timeline_module
-from zenflow_compile.timeline.events import NormSums, Timeline, worker_lane
+from zenflow_compile.timeline import NormSums, Timeline, worker_lane
 
 
 class FakeDeviceEvent:

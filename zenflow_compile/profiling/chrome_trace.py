@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.timeline.events import COMPUTE, D2H, GRADIENTS, H2D, RANKS, STEP, WINDOWS, Event
+from zenflow_compile.timeline import COMPUTE, D2H, GRADIENTS, H2D, RANKS, STEP, WINDOWS, Event
 
 _LANE_ORDER = (STEP, COMPUTE, GRADIENTS, WINDOWS, RANKS, D2H, H2D)
 _NS_PER_US = 1e3

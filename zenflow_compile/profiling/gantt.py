@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zenflow_compile.profiling.diagnose import milliseconds
-from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.timeline.events import COMPUTE, D2H, DISK, H2D, STEP, Event
-from zenflow_compile.timeline.intervals import Interval, exclusive, intersect, length_ns, union
+from zenflow_compile.profiling.recording import Interval, Recording, exclusive, intersect, length_ns, union
+from zenflow_compile.timeline import COMPUTE, D2H, DISK, H2D, STEP, Event
 
 _MIN_CELLS = 16
 

@@ -17,14 +17,13 @@ from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.performance.traffic import Bandwidths
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
-from zenflow_compile.profiling.rank_report import print_ranks
 from zenflow_compile.profiling.recording import Recording, recording_of
-from zenflow_compile.profiling.report import print_report
+from zenflow_compile.profiling.report import print_ranks, print_report
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.ranks.rank_group import Call
-from zenflow_compile.timeline.events import STEP, Timeline, attaching_new_engines
+from zenflow_compile.timeline import STEP, Timeline, attaching_new_engines
 
 
 class _Attachment:

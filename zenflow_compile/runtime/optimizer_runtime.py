@@ -35,7 +35,7 @@ from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.runtime.step.shard_calls import ShardCalls
 from zenflow_compile.runtime.step.stale_gradients import StaleGradients
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
-from zenflow_compile.timeline.events import AdaptiveWindows, Timeline
+from zenflow_compile.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.torch_internals import torch_private
 
 _ids = itertools.count()

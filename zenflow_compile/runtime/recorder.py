@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from zenflow_compile.timeline.events import (
+from zenflow_compile.timeline import (
     COMPUTE,
     D2H,
     GRADIENTS,

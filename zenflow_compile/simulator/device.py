@@ -15,7 +15,7 @@ from zenflow_compile.simulator.clock import Span
 from zenflow_compile.simulator.machine import Job, Machine, Row
 from zenflow_compile.simulator.nvme_cache import NvmeCache
 from zenflow_compile.simulator.weight_loads import WeightLoads
-from zenflow_compile.timeline.events import COMPUTE, SLACK, STEP, WINDOWS
+from zenflow_compile.timeline import COMPUTE, SLACK, STEP, WINDOWS
 
 _Blocked = Callable[[], bool]
 _Program = Iterator[_Blocked]

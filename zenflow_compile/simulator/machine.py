@@ -15,7 +15,7 @@ from zenflow_compile.planning.plan import STREAM_BUFFERS
 from zenflow_compile.simulator.clock import Clock, Span
 from zenflow_compile.simulator.nvme_cache import NvmeCache, Turn
 from zenflow_compile.simulator.weight_loads import WeightLoads
-from zenflow_compile.timeline.events import D2H, DISK, H2D
+from zenflow_compile.timeline import D2H, DISK, H2D
 
 PEERS = "peers"
 POOL = "workers"  # all workers together; they become a lane each when events are made

@@ -24,7 +24,7 @@ from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.simulator.device import Device
 from zenflow_compile.simulator.machine import POOL, Row
 from zenflow_compile.simulator.steady_state import first_step, rows_of, run_until_steady, seconds_of
-from zenflow_compile.timeline.events import COMPUTE, D2H, DISK, H2D, Event, worker_lane
+from zenflow_compile.timeline import COMPUTE, D2H, DISK, H2D, Event, worker_lane
 
 _NS = 1e9
 

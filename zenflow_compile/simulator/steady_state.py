@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from zenflow_compile.performance.workload import Workload
 from zenflow_compile.simulator.device import Device
 from zenflow_compile.simulator.machine import Row
-from zenflow_compile.timeline.events import DISK
+from zenflow_compile.timeline import DISK
 
 _RUN_IN = 4  # steps
 _ALIKE = 1e-4  # relative difference below which two cycles take the same time

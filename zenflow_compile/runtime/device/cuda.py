@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.device import cuda_driver
 from zenflow_compile.runtime.device.device import Device, Stream, Streams
-from zenflow_compile.timeline.events import DeviceEvent
+from zenflow_compile.timeline import DeviceEvent
 
 _URGENT, _NORMAL = -1, 0  # stream priorities; lower numbers go first
 

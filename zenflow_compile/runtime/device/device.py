@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zenflow_compile.timeline.events import DeviceEvent
+from zenflow_compile.timeline import DeviceEvent
 
 
 class Stream(Protocol):

@@ -9,7 +9,7 @@ from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import DeviceEvent
+from zenflow_compile.timeline import DeviceEvent
 
 LAG = 2
 """Values of step t are read in step t + 2. They are on the host by then: the step before last has ended on the device

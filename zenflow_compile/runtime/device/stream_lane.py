@@ -12,7 +12,7 @@ from zenflow_compile.runtime.device.copy_lanes import Gate, HostWork, Ticket, Us
 from zenflow_compile.runtime.device.device import Device, Streams
 from zenflow_compile.runtime.device.stream_flags import Flag, make_flags
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import DeviceEvent
+from zenflow_compile.timeline import DeviceEvent
 
 _POLL_EVENT_SECONDS = 1.0
 

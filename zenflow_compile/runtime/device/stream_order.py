@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zenflow_compile.runtime.device.device import Stream, Streams
-from zenflow_compile.timeline.events import DeviceEvent
+from zenflow_compile.timeline import DeviceEvent
 
 
 class StreamOrder:

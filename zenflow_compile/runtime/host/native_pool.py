@@ -26,7 +26,7 @@ from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.errors import never_queued, refuse_threads
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import Timeline, worker_lane
+from zenflow_compile.timeline import Timeline, worker_lane
 
 POLL_NS = 100_000
 """How often one idle thread looks whether inputs of queued jobs have arrived: 9% of a core (2 cores, KVM)."""

@@ -26,7 +26,7 @@ from zenflow_compile.runtime.errors import never_queued, refuse_threads
 from zenflow_compile.runtime.host.cores import pin_this_thread
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import worker_lane
+from zenflow_compile.timeline import worker_lane
 
 
 class PythonJob(Latch, Job):

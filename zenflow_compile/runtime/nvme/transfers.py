@@ -17,7 +17,7 @@ from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.nvme.state_file import StateFileError, memory_of
-from zenflow_compile.timeline.events import DISK
+from zenflow_compile.timeline import DISK
 
 
 def make_transfer(

@@ -51,7 +51,7 @@ from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.trace_annotations import annotated
-from zenflow_compile.timeline.events import OTHER_RANKS, DeviceEvent
+from zenflow_compile.timeline import OTHER_RANKS, DeviceEvent
 from zenflow_compile.torch_internals import torch_private
 
 _PARTS, _ON_DEVICE, _LOCAL = GradientState.PARTS, GradientState.ON_DEVICE, GradientState.LOCAL

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import OTHER_RANKS
+from zenflow_compile.timeline import OTHER_RANKS
 from zenflow_compile.torch_internals import torch_private
 
 _SPIN_SECONDS = 1e-3  # a message of a machine's own ranks comes in less

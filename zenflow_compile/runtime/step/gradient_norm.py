@@ -9,7 +9,7 @@ from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, Gr
 from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.step.shard_calls import ShardCalls
-from zenflow_compile.timeline.events import Timeline
+from zenflow_compile.timeline import Timeline
 
 
 def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float, shards: ShardCalls | None) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 
 from zenflow_compile.runtime.device.device import Device, Streams
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import DeviceEvent
+from zenflow_compile.timeline import DeviceEvent
 
 STEPS = 2
 """Optimizer step t begins when the device has done step t - 2. What the device has computed there can be read without a

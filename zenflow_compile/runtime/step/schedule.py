@@ -25,7 +25,7 @@ from zenflow_compile.runtime.device_updates.selection import Selection, Wanted
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline.events import AdaptiveWindows
+from zenflow_compile.timeline import AdaptiveWindows
 
 RESELECT_BELOW = 0.8
 """A selection has drifted when a smaller share of its slices than this would be selected again."""

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from zenflow_compile.timeline.intervals import exclusive, intersect, length_ns, subtract, union
+from zenflow_compile.profiling.recording import exclusive, intersect, length_ns, subtract, union
 
 
 def test_union_merges_and_drops_empty_spans():
