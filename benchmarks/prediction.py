@@ -12,7 +12,7 @@ from benchmarks.systems.workloads import DTYPES, WORKLOADS
 from zenflow_compile.cli.doctor import measure
 from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.measure.disk import disk_rates
+from zenflow_compile.measure.this_machine import disk_rates
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import performance_model
 from zenflow_compile.performance.hardware import Hardware

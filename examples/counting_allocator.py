@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from zenflow_compile.runtime.device.cpu import CpuDevice
-from zenflow_compile.runtime.device.devices import register_device
+from zenflow_compile.runtime.device.devices import CpuDevice, register_device
 from zenflow_compile.torch_internals.torch_private import cpp_compiler, extension_flags
 
 _SOURCE = Path(__file__).with_suffix(".cpp")

@@ -24,11 +24,11 @@ from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.host.local_ranks import local_ranks
+from zenflow_compile.runtime.host.cores import local_ranks
 from zenflow_compile.runtime.nvme.state_file import existing_directory
 from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.claim import Claim
-from zenflow_compile.runtime.parameters.weight_room import check_room
+from zenflow_compile.runtime.parameters.host_weights import check_room
 from zenflow_compile.runtime.ranks.agreement import agreed, rank_group
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import local_part, refuse_sharded, sharding_of

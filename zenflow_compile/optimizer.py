@@ -23,7 +23,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.options.unread import warn_of_unread
 from zenflow_compile.planning.dtypes import TRAINED
 from zenflow_compile.runtime.checkpoint import save_load
-from zenflow_compile.runtime.checkpoint.in_state_dict import TO_CHANGE_STATE
+from zenflow_compile.runtime.checkpoint.save_load import TO_CHANGE_STATE
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
 from zenflow_compile.runtime.ranks.agreement import rank_group

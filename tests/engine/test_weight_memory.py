@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.parameters import host_weights, weight_memory
+from zenflow_compile.runtime.parameters import host_weights, moved_weights
 from zenflow_compile.torch_internals.torch_private import refusal_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -122,13 +122,13 @@ def test_one_weight_at_a_time_gets_its_own_memory(monkeypatch: pytest.MonkeyPatc
     for param in model.parameters():
         param.data = torch.from_numpy(arrays.pop(id(param)))
     counts: list[int] = []
-    own_memory = weight_memory.own_memory
+    own_memory = moved_weights.own_memory
 
     def counting(storage: torch.UntypedStorage) -> None:
         counts.append(sum(each() is not None for each in alive))
         own_memory(storage)
 
-    monkeypatch.setattr(weight_memory, "own_memory", counting)
+    monkeypatch.setattr(moved_weights, "own_memory", counting)
     run = Run(model)
     losses(run.call, run.optimizer, 0)
     assert counts == [4, 3, 2, 1]
@@ -207,7 +207,7 @@ def test_given_part_of_a_tensor_is_refused(part: str) -> None:
 
 
 def test_foreign_memory_stays_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_memory, "can_change_storages", lambda: False)
+    monkeypatch.setattr(moved_weights, "can_change_storages", lambda: False)
     model = build()
     array = model[0].weight.detach().numpy().copy()
     model[0].weight.data = torch.from_numpy(array)

@@ -13,7 +13,7 @@ from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.weight_memory import divide_budget
 from zenflow_compile.runtime.device import devices
-from zenflow_compile.runtime.device.cpu import CpuDevice
+from zenflow_compile.runtime.device.devices import CpuDevice
 from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
 

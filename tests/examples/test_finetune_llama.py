@@ -11,8 +11,7 @@ import torch
 from examples import counting_allocator
 from examples.counting_allocator import CountedCpu, CountingError, counted_cpu
 from examples.stdlib_text import Text, training_batch
-from zenflow_compile.runtime.device.cpu import CpuDevice
-from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.devices import CpuDevice, device_of
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zenflow_compile.measure import disk
+from zenflow_compile.measure import this_machine
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, PIECE_BYTES, ScratchDirectory, StateFile
 
@@ -35,7 +35,7 @@ def test_at_most_half_of_the_free_space_is_used(
 ) -> None:
     """105 MiB: half is 52.5 MiB, six pieces of 8 MiB. At least one piece, and at most 64."""
     sizes = leave_free(monkeypatch, free_bytes)
-    found = disk.disk_rates(str(tmp_path))
+    found = this_machine.disk_rates(str(tmp_path))
     assert sizes == [pieces * PIECE_BYTES]
     assert found.free_bytes == free_bytes
     assert min(found.read, found.write) > 0
@@ -46,7 +46,7 @@ def test_full_disk_is_too_small_for_a_measurement(tmp_path: Path, monkeypatch: p
     leave_free(monkeypatch, PIECE_BYTES)
     message = r"too little space: 0\.008 GB are needed to measure its rates.*leave nvme_path out"
     with pytest.raises(ValueError, match=message):
-        disk.disk_rates(str(tmp_path))
+        this_machine.disk_rates(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -55,8 +55,8 @@ def test_failed_transfer_names_the_path(direction: str, tmp_path: Path, monkeypa
     def fail(*args: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(disk, "_MOST_PIECES", 1)
+    monkeypatch.setattr(this_machine, "_MOST_PIECES", 1)
     monkeypatch.setattr(StateFile, direction, fail)
     with pytest.raises(ValueError, match=r"nvme_path=.* cannot be used: Input/output error"):
-        disk.disk_rates(str(tmp_path))
+        this_machine.disk_rates(str(tmp_path))
     assert not list(tmp_path.iterdir())

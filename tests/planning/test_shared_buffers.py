@@ -14,7 +14,7 @@ from zenflow_compile.planning.plan import ParamPlan, Plan, host_bytes_of, pool_p
 from zenflow_compile.planning.planners import ParamSpec, empty_plan, extend_plan, make_plan
 from zenflow_compile.planning.shared_buffers import ALIGNMENT_BYTES, Lifetime, overlaps, pack
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.parameters.gradient_pool import allocate_pools, pools_arena_bytes
+from zenflow_compile.runtime.parameters.allocation import allocate_pools, pools_arena_bytes
 
 SHAPES = [(64, 96), (64, 64), (200, 64), (64, 200), (128, 64), (96, 64), (64, 32), (72, 64), (64, 64)]
 SPECS = [ParamSpec(f"w{i}", shape, torch.bfloat16) for i, shape in enumerate(SHAPES)]

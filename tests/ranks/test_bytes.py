@@ -19,8 +19,7 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.rank_traffic import Exchange, rank_traffic
 from zenflow_compile.planning.planners import ParamSpec, make_plan
-from zenflow_compile.runtime.host.cores import Core
-from zenflow_compile.runtime.host.local_ranks import LocalRanks, local_ranks
+from zenflow_compile.runtime.host.cores import Core, LocalRanks, local_ranks
 
 pytestmark = pytest.mark.timeout(120)
 ROWS, COLUMNS = 128, 32

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from zenflow_compile.runtime.device.cpu import CpuDevice
-from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.devices import CpuDevice, device_of
 from zenflow_compile.runtime.host import arena as arena_module
 from zenflow_compile.runtime.host.arena import (
     ALIGNMENT_BYTES,

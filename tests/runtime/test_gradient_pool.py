@@ -22,7 +22,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.parameters import offloaded_param
-from zenflow_compile.runtime.parameters.gradient_pool import allocate_pools, connect, pools_arena_bytes
+from zenflow_compile.runtime.parameters.allocation import allocate_pools, connect, pools_arena_bytes
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.recorder import Recorder
 

@@ -18,7 +18,7 @@ from torch import nn
 from tests.support.training import OFFLOAD_ALL, Training, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
-from zenflow_compile.runtime.device.cpu import CpuDevice
+from zenflow_compile.runtime.device.devices import CpuDevice
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.host import cores
 from zenflow_compile.runtime.parameters import allocation, capacity

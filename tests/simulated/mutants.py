@@ -199,7 +199,7 @@ MUTANTS = {
         Case("auto windows", delays="compute late"),
     ),
     "calls on two streams": without(
-        "device.stream_order:StreamOrder.follow", "current.wait_stream(last)",
+        "parameters.transport:StreamOrder.follow", "current.wait_stream(last)",
         Case("exact", model="matrices", habit="side stream", delays="others late"),
     ),
     "weight read before its update": without(

@@ -11,7 +11,7 @@ import torch
 from tests.simulated.accelerator import SimulatedStreams
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import Delays, Event, Simulator, Stream
-from zenflow_compile.runtime.device.stream_order import StreamOrder
+from zenflow_compile.runtime.parameters.transport import StreamOrder
 
 LATE = Delays(by_order={1: 0.98})
 MOST_WRONG = 5  # of 6 runs, at least

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zenflow_compile.runtime.device.cpu import CpuDevice
 from zenflow_compile.runtime.device.device import Streams
+from zenflow_compile.runtime.device.devices import CpuDevice
 
 _LOCK = threading.RLock()  # of all queues
 _POLLS = 3

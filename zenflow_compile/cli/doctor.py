@@ -18,13 +18,19 @@ from rich.console import Console
 from rich.table import Table
 
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.measure.disk import DiskRates, disk_rates
+from zenflow_compile.measure.this_machine import DiskRates, disk_rates
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of, device_types, implementation_of
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import available_host_memory
-from zenflow_compile.runtime.host.cores import Core, last_level_cache_bytes, may_pin, physical_cores, worker_count
-from zenflow_compile.runtime.host.local_ranks import LocalRanks
+from zenflow_compile.runtime.host.cores import (
+    Core,
+    LocalRanks,
+    last_level_cache_bytes,
+    may_pin,
+    physical_cores,
+    worker_count,
+)
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.torch_internals import torch_private
 

@@ -25,9 +25,9 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import autograd_hooks, errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
-from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
+from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.step_runner import StepRunner
 from zenflow_compile.torch_internals import torch_private
 

@@ -21,9 +21,8 @@ from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
-from zenflow_compile.runtime.parameters.claim import Claim
+from zenflow_compile.runtime.parameters.claim import Claim, Holders
 from zenflow_compile.runtime.parameters.host_weight import Place
-from zenflow_compile.runtime.parameters.module_parameters import Holders
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder

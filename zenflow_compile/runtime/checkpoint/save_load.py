@@ -7,7 +7,7 @@ update window and schedule are stored with them, so that a resume is bitwise; se
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,9 +25,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     state_dtype,
     window_places,
 )
-from zenflow_compile.runtime.checkpoint.in_state_dict import InStateDict
-from zenflow_compile.runtime.checkpoint.sharded import sharded_entry
-from zenflow_compile.runtime.checkpoint.shares import own_entry, whole_entry
+from zenflow_compile.runtime.checkpoint.shares import own_entry, sharded_entry, whole_entry
 from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
@@ -37,10 +35,45 @@ from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import WindowSum
 from zenflow_compile.runtime.host.compressed_block import scales_and_values
 from zenflow_compile.runtime.host.python_pool import PythonJob
-from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.state_forms import State, StateRows
+
+TO_CHANGE_STATE = (
+    "to read or change it, as a reset of the moments does: state = optimizer.state_dict(), change the tensors in "
+    "state['state'], optimizer.load_state_dict(state)"
+)
+
+
+class InStateDict:
+    """Stands for a tensor that is divided between device, host memory and files. Its use raises, and says what to do.
+
+    ``optimizer.state`` needs something under each name: tools for distributed checkpoints read the names there.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<in state_dict()>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Python and tools ask any object for special names, to find out what it is.
+        raise AttributeError(
+            name if name.startswith("__") else f".{name} of a state that lives elsewhere; {TO_CHANGE_STATE}"
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise TypeError(f"{function.__name__} of an optimizer state that lives elsewhere; {TO_CHANGE_STATE}")
+
+    def _refuse(self, *operands: Any) -> NoReturn:
+        raise TypeError(f"an operation on an optimizer state that lives elsewhere; {TO_CHANGE_STATE}")
+
+    __getitem__ = __setitem__ = _refuse
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = _refuse
+    __mul__ = __rmul__ = __imul__ = __truediv__ = __rtruediv__ = __itruediv__ = _refuse
+
 
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 

@@ -1,6 +1,7 @@
-"""State of a parameter that several ranks divide: whole in a state dict, and in shares in the engines of the ranks.
+"""Converts state of a parameter that several ranks divide between a state dict and the ranks' engines.
 
-So a state dict does not depend on the number of ranks, and loads into any other number.
+The state dict has whole tensors, or ``DTensor`` s of a sharded model, which ``torch.distributed.checkpoint`` saves in
+parts. So it does not depend on the number of ranks, and loads into any other number.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import FlatShare, ParamPlan
+from zenflow_compile.planning.plan import FlatShare, ParamPlan, Shard
 from zenflow_compile.runtime.checkpoint.format import in_slices
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
+from zenflow_compile.runtime.sharding import LocalShard
+from zenflow_compile.torch_internals import torch_private
 
 DENSE = re.compile(r"exp_avg|exp_avg_sq|master|window_sum|window\d+|residual|shown")
 """Names of entries of the parameter's shape."""
@@ -79,3 +82,41 @@ def _gather_flat(flat: FlatShare, own: Tensor, ranks: RankGroup) -> Tensor:
     padded[: own.numel()] = own
     rows = ranks.gather_on_host(padded, f"the state of {flat.whole.name}")
     return torch.cat(rows)[: flat.whole.numel].view(flat.whole.shape)
+
+
+def sharded_entry(plan: ParamPlan, param: LocalShard, entry: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Make DTensors of what this rank has of each entry. Scores and masks of divided slices are whole on each rank."""
+    shard = _shard(plan)
+    found = dict(entry)
+    for name, own in entry.items():
+        if DENSE.fullmatch(name):
+            found[name] = torch_private.sharded_along(param.sharded, own, plan.whole.shape, param.by.dim)
+        elif PER_SLICE.fullmatch(name) and shard.divides_slices:
+            found[name] = torch_private.sharded_along(param.sharded, own, (plan.whole.slices, 1), 0)
+        elif SCALE.fullmatch(name):
+            found[name] = torch_private.sharded_along(param.sharded, own, (plan.slices, param.by.ranks), 1)
+    return found
+
+
+def local_entry(plan: ParamPlan, param: LocalShard, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Take what this rank has out of the entries of a parameter: of DTensors, or of whole tensors."""
+    shard, by = _shard(plan), param.by
+    found = dict(entry)
+    for name, value in entry.items():
+        if not isinstance(value, Tensor):
+            continue
+        if torch_private.is_dtensor(value):
+            found[name] = torch_private.local_tensor(value)
+        elif DENSE.fullmatch(name) and tuple(value.shape) == plan.whole.shape:
+            part = by.part(plan.whole.shape[by.dim])
+            found[name] = value.narrow(by.dim, part.start, len(part))
+        elif PER_SLICE.fullmatch(name) and shard.divides_slices:
+            inner = plan.whole.slices // plan.whole.shape[by.dim]
+            part = by.part(plan.whole.shape[by.dim])
+            found[name] = value[part.start * inner : part.stop * inner]
+    return found
+
+
+def _shard(plan: ParamPlan) -> Shard:
+    assert plan.shard is not None
+    return plan.shard

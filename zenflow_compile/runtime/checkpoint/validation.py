@@ -26,10 +26,10 @@ from zenflow_compile.runtime.checkpoint.format import (
     planned,
 )
 from zenflow_compile.runtime.checkpoint.resharding import reshard
-from zenflow_compile.runtime.checkpoint.sharded import local_entry
+from zenflow_compile.runtime.checkpoint.shares import local_entry
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.param_groups import check_group
+from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.torch_internals import torch_private
 
 # Options of torch.optim.AdamW's kernels, which a group of ours does not take over.

@@ -1,7 +1,7 @@
 """What the package asks of a device. No other file names a kind of accelerator.
 
-An implementation is a :class:`Device`, for a device type that PyTorch has. ``cpu.py`` and ``cuda.py`` implement two;
-``devices.register_device`` adds another one. Decisions follow capabilities: ``device.streams is None``, never a type.
+An implementation is a :class:`Device`, for a device type that PyTorch has. ``cuda.py`` has one, ``devices.py`` the CPU;
+``devices.register_device`` adds another. Decisions follow capabilities: ``device.streams is None``, never a type.
 """
 
 from __future__ import annotations

@@ -16,11 +16,10 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
-from zenflow_compile.runtime.host.cores import choose_cores, physical_cores, worker_count
-from zenflow_compile.runtime.host.local_ranks import local_ranks
-from zenflow_compile.runtime.local_shard import given, sharded_by
+from zenflow_compile.runtime.host.cores import choose_cores, local_ranks, physical_cores, worker_count
 from zenflow_compile.runtime.nvme.cache import NO_CACHES, CacheBytes, cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
+from zenflow_compile.runtime.sharding import given, sharded_by
 
 
 def checked_plan(

@@ -45,10 +45,9 @@ from zenflow_compile.runtime.nvme.cached_state import CachedUpload
 from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
-from zenflow_compile.runtime.parameters.moved_weights import leave_on_host
+from zenflow_compile.runtime.parameters.moved_weights import have_own_memory, leave_on_host, not_emptied
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.unseen_writes import sample_of
-from zenflow_compile.runtime.parameters.weight_memory import have_own_memory, not_emptied
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
 _REFUSED = (

@@ -25,20 +25,19 @@ from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.resident_adam import has_master
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
-from zenflow_compile.runtime.local_shard import LocalShard, given
 from zenflow_compile.runtime.nvme.cache import CacheBytes
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.capacity import checked_plan
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
-from zenflow_compile.runtime.parameters.host_weights import HostWeights
+from zenflow_compile.runtime.parameters.host_weights import HostWeights, WeightRoom
 from zenflow_compile.runtime.parameters.moved_weights import take_host_values
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
 from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight, UnseenWrites
-from zenflow_compile.runtime.parameters.weight_room import WeightRoom
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.sharding import LocalShard, given
 from zenflow_compile.torch_internals.torch_private import is_wrapper_subclass, same_memory
 
 

@@ -12,11 +12,11 @@ from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
-from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight
+from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.torch_internals.torch_private import same_storage, storage_identity
 
 _IN_FLIGHT = (

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
-from zenflow_compile.runtime.local_shard import LocalShard
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.step.shard_calls import ShardCalls
 from zenflow_compile.timeline import Timeline
 

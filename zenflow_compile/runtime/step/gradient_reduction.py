@@ -20,8 +20,16 @@ from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.ranks.packing import Packing, block, blocks_of_ranks, cut
-from zenflow_compile.runtime.ranks.rank_group import Call, Pending, RankError, RankGroup
+from zenflow_compile.runtime.ranks.rank_group import (
+    Call,
+    Packing,
+    Pending,
+    RankError,
+    RankGroup,
+    block,
+    blocks_of_ranks,
+    cut,
+)
 
 BUCKET_BYTES = 4 << 20
 """Gradients of up to this size in total are sent together; a larger one has its own bucket. A link of 100 GB/s takes

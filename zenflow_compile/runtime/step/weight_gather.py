@@ -27,8 +27,7 @@ from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.ranks.packing import Packing, block, cut
-from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
+from zenflow_compile.runtime.ranks.rank_group import Packing, Pending, RankGroup, block, cut
 
 _Piece = TypeVar("_Piece")
 
