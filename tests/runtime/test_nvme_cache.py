@@ -22,8 +22,7 @@ from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
-from zenflow_compile.runtime.nvme.cache import NvmeCache, cache_bytes
-from zenflow_compile.runtime.nvme.cached_state import CachedState
+from zenflow_compile.runtime.nvme.cache import CachedState, NvmeCache, cache_bytes
 from zenflow_compile.runtime.nvme.chunk import chunk_bytes
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFileError

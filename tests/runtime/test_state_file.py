@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.nvme import directory_lock, state_file
+from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory, memory_of, whole_pages
 
 pytestmark = pytest.mark.timeout(60)
@@ -132,15 +133,15 @@ def test_full_disk_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_lock_with_a_removed_file_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder removes it when it closes, perhaps between another's opening and locking it."""
-    lock, calls = directory_lock._try_lock, [0]
+    lock, calls = fcntl.flock, [0]
 
-    def removed_meanwhile(file: int) -> bool:
+    def removed_meanwhile(file: int, how: int) -> None:
         calls[0] += 1
         if calls[0] == 1:
             (tmp_path / "zenflow.lock").unlink()
-        return lock(file)
+        lock(file, how)
 
-    monkeypatch.setattr(directory_lock, "_try_lock", removed_meanwhile)
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
     first = ScratchDirectory(tmp_path)
     assert calls[0] == 2
     with pytest.raises(ValueError, match="in use"):

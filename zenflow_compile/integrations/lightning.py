@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from zenflow_compile.integrations.state_dict_hook import StateDictHook
+from zenflow_compile.integrations import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)

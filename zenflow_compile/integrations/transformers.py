@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from zenflow_compile.integrations.state_dict_hook import StateDictHook
+from zenflow_compile.integrations import StateDictHook
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 _PARAMETERS = inspect.signature(ZenFlowAdamW).parameters

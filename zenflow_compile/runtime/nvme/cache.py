@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, file_window_bytes, resident_in_window, weight_window_bytes
 from zenflow_compile.runtime.device.copy_lanes import Ticket
@@ -45,6 +46,7 @@ from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.nvme.state_file import StateFileError, whole_pages
 from zenflow_compile.runtime.nvme.transfers import make_transfer
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.state_forms import State
 
 _FIRST = -1  # deadline of what the training thread waits for
 _AHEAD = 1 << 40  # first deadline of what no job waits for yet
@@ -462,3 +464,69 @@ def _settle_file(chunk: Chunk) -> None:
 
 def _overlap(place: Place, begin: int, end: int) -> bool:
     return place.begin < end and begin < place.end
+
+
+class CachedState:
+    """The state of one parameter in a file; see :class:`StateInFile`."""
+
+    def __init__(self, cache: NvmeCache, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self._cache = cache
+
+    @property
+    def error(self) -> StateFileError | None:
+        return self.chunk.error
+
+    def state(self) -> State:
+        assert self.chunk.place is not None, f"the state of {self.chunk.name} is not in memory"
+        return State(*self.chunk.place.tensors)
+
+    def prepare(self, *, step: int, deadline: int) -> Needs:
+        return self._cache.prepare(self.chunk, step=step, deadline=deadline)
+
+    def used_by(self, job: Job, *, last: bool = True) -> None:
+        self._cache.used_by(self.chunk, job, last=last)
+
+    @contextmanager
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
+        with self._cache.acquire(self.chunk, write=write, fresh=fresh) as place:
+            yield State(*place.tensors)
+
+
+class CachedUpload:
+    """New weights of one parameter in a file; see :class:`UploadBuffer`."""
+
+    def __init__(self, cache: NvmeCache, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self._cache = cache
+
+    @property
+    def error(self) -> StateFileError | None:
+        return self.chunk.error
+
+    def tensor(self) -> Tensor:
+        place = self.chunk.fresh or self.chunk.place
+        assert place is not None, f"the weight of {self.chunk.name} is not in memory"
+        return place.tensors[0]
+
+    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Needs:
+        if fresh:
+            return self._cache.prepare_fresh(self.chunk)
+        return self._cache.prepare(self.chunk, step=step, deadline=deadline)
+
+    def used_by(self, job: Job, *, last: bool = True) -> None:
+        self._cache.used_by(self.chunk, job, last=last)
+
+    def bring(self, writer: Job | None, *, step: int) -> Job | None:
+        return self._cache.bring(self.chunk, step=step)
+
+    def read_by(self, copy: Ticket) -> None:
+        self._cache.read_by(self.chunk, copy)
+
+    @contextmanager
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
+        with self._cache.acquire(self.chunk, write=write, fresh=fresh) as place:
+            yield place.tensors[0]
+
+    def forget(self) -> None:
+        self._cache.forget(self.chunk)

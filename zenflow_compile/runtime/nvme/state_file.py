@@ -9,6 +9,10 @@ checksum would agree.
 copy in the page cache, which would only evict useful pages: state is read once per step. Buffers, offsets and lengths
 are whole pages then. Elsewhere the page cache's copy is written out and dropped after each chunk, which also raises
 errors that a buffered write would hide.
+
+[Note: traps] Other users may be able to create names in the directory. A symbolic or hard link there would redirect a
+write to another file of the user, and a FIFO would block the process. So names are opened without following links and
+without waiting, and the opened file is checked before it is read or written.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import io
 import itertools
 import json
 import mmap
 import os
+import reprlib
+import stat
 import warnings
 import zlib
 from collections.abc import Callable
@@ -29,9 +36,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.native.library import FileChunk
-from zenflow_compile.runtime.nvme.directory_lock import DirectoryLock, open_plain, shown, unusable, writable_by_others
 
 PAGE_BYTES = 4096
 """The alignment of direct I/O; a multiple of the logical block of every common disk."""
@@ -43,6 +50,9 @@ FORMAT = 1
 MAGIC = b"zenflow-compile optimizer state\n"
 
 _FILES = "zenflow-*.state"
+_LOCK = "zenflow.lock"
+_PID_BYTES = 32  # read of a lock file, which another process may have written
+_SHOWN_CHARACTERS = 200
 
 
 class StateFileError(RuntimeError):
@@ -67,15 +77,20 @@ class ScratchDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = existing_directory(path)
-        if writable_by_others(self.path):
+        mode = self.path.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # sticky, as /tmp: only their owners may replace files
             warnings.warn(
-                f"nvme_path={shown(self.path)} lets every user replace the files in it, and training stops where that "
+                f"nvme_path={_shown(self.path)} lets every user replace the files in it, and training stops where that "
                 "happens; remove that permission (chmod o-w), or name another directory",
                 stacklevel=user_stacklevel(),
             )
         self._files: list[StateFile] = []
         self._numbers = itertools.count()
-        self._lock = DirectoryLock(self.path)
+        try:
+            # An ``flock`` on a file with this process's id, until ``close``, or until the process ends.
+            self._lock = _locked(self.path / _LOCK)
+        except OSError as error:
+            raise self.unusable(error) from error
         try:
             for left in self.path.glob(_FILES):
                 if _is_ours(left):  # of a run that has ended, since the lock was free
@@ -131,7 +146,7 @@ class ScratchDirectory:
         # Before the general handler, which removes the file: this one is not ours.
         except FileExistsError as error:
             raise ValueError(
-                f"nvme_path={shown(self.path)} cannot be used: {path.name!r} in it was not written by this optimizer; "
+                f"nvme_path={_shown(self.path)} cannot be used: {path.name!r} in it was not written by this optimizer; "
                 "remove it, or name another directory"
             ) from error
         except BaseException as error:
@@ -157,18 +172,22 @@ class ScratchDirectory:
         """Remove the files and release the directory. Completes a call that was interrupted."""
         for file in list(self._files):
             self.remove(file)
-        self._lock.release()
+        if not self._lock.closed:
+            with contextlib.suppress(OSError):
+                # While the lock is held: afterwards the name may belong to another optimizer's file.
+                (self.path / _LOCK).unlink()
+            self._lock.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: close the parent's lock and files without removing them."""
+        """In a forked child: close the parent's files and its lock, which would outlive it. Removes nothing."""
         for file in self._files:
             file.close()
         self._files = []
-        self._lock.release_in_child()
+        self._lock.close()
 
     def unusable(self, error: OSError) -> ValueError:
         """The error if an operation on the directory failed."""
-        return unusable(self.path, error)
+        return _unusable(self.path, error)
 
 
 class StateFile:
@@ -282,7 +301,7 @@ def _open_direct(path: Path, header: bytes) -> io.FileIO | None:
     return None
 
 
-def _private(path: str, flags: int) -> int:
+def _private(path: str | Path, flags: int) -> int:
     """Open a file that no other user may read, without following links."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
@@ -297,13 +316,27 @@ def existing_directory(path: str | os.PathLike[str]) -> Path:
         resolved = Path(path).resolve()
         is_directory = resolved.is_dir()
     except OSError as error:  # for example, a name that is too long
-        raise unusable(Path(path), error) from error
+        raise _unusable(Path(path), error) from error
     except ValueError:
-        raise ValueError(f"nvme_path={shown(path)} has a null character; name a directory on a local disk") from None
+        raise ValueError(f"nvme_path={_shown(path)} has a null character; name a directory on a local disk") from None
     if not is_directory:
         what = "is not a directory" if resolved.exists() else "does not exist"
-        raise ValueError(f"nvme_path={shown(path)} {what}; create it, on a local disk, or name one that is there")
+        raise ValueError(f"nvme_path={_shown(path)} {what}; create it, on a local disk, or name one that is there")
     return resolved
+
+
+def _unusable(directory: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"nvme_path={_shown(directory)} cannot be used: {error.strerror or error}; name a directory on a local disk "
+        "that this process may write to and that has space left"
+    )
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    """A path in quotes, without control characters, shortened for an error."""
+    short = reprlib.Repr()
+    short.maxstring = _SHOWN_CHARACTERS
+    return short.repr(os.fspath(path))
 
 
 def _is_ours(path: Path) -> bool:
@@ -313,5 +346,87 @@ def _is_ours(path: Path) -> bool:
         ValueError: it is not a plain file of this user.
         OSError: it cannot be read.
     """
-    with open_plain(path, os.O_RDONLY) as file:
+    with _open_plain(path, os.O_RDONLY) as file:
         return file.read(len(MAGIC)) == MAGIC
+
+
+def _locked(path: Path) -> io.FileIO:
+    """Open and lock a lock file, and write this process's id into it.
+
+    Raises:
+        ValueError: another optimizer has the lock, or the file is not a plain file of this user.
+        OSError: the file cannot be made, locked or written.
+    """
+    while True:
+        try:
+            file = _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            try:
+                file = _open_plain(path, os.O_RDWR)
+            except FileNotFoundError:  # the process that held it has just removed it
+                continue
+        with contextlib.ExitStack() as undo:
+            undo.callback(file.close)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _in_use(path, file) from None
+            # The process that held it may have removed the name meanwhile: then others lock another file.
+            if not _has_name(file, path):
+                continue
+            undo.callback(path.unlink, missing_ok=True)  # runs before close(), under the lock
+            os.ftruncate(file.fileno(), 0)
+            os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
+            undo.pop_all()
+            return file
+
+
+def _in_use(path: Path, file: io.FileIO) -> ValueError:
+    text = os.pread(file.fileno(), _PID_BYTES, 0).decode("ascii", errors="replace").strip()
+    this = " (this one)" if text == str(os.getpid()) else ""
+    return ValueError(
+        f"nvme_path={_shown(path.parent)} is in use by another optimizer, of process {printable(text) or 'unknown'}"
+        f"{this}; close that one first, end that process and children that it left behind, or give each optimizer a "
+        "directory of its own"
+    )
+
+
+def _has_name(file: io.FileIO, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))
+    return False
+
+
+def _open_plain(path: Path, flags: int) -> io.FileIO:
+    """Open an existing plain file of this user with one name. See [Note: traps].
+
+    Raises:
+        ValueError: it is not such a file; the message says what it is.
+        OSError: it cannot be opened.
+    """
+    _refuse_unusual(path, os.lstat(path))
+    with contextlib.ExitStack() as undo:
+        file = undo.enter_context(_opened(path, flags))
+        _refuse_unusual(path, os.fstat(file.fileno()))  # another file may have got the name meanwhile
+        undo.pop_all()
+        return file
+
+
+def _opened(path: Path, flags: int) -> io.FileIO:
+    # A file object: its close() is one call that no interrupt divides, and that may be repeated.
+    return io.FileIO(_private(path, flags | os.O_NONBLOCK), "r+" if flags & os.O_RDWR else "r")
+
+
+def _refuse_unusual(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        what = "a link, a directory or a special file"
+    elif found.st_nlink > 1:
+        what = "a hard link to a file that has other names"
+    elif found.st_uid != os.geteuid():
+        what = f"a file of another user (uid {found.st_uid})"
+    else:
+        return
+    raise ValueError(
+        f"nvme_path={_shown(path.parent)} cannot be used: {path.name!r} in it is {what}, and the optimizer uses only "
+        "plain files that this user wrote; remove it, or name another directory"
+    )

@@ -35,8 +35,7 @@ from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, mak
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonPool
 from zenflow_compile.runtime.host.workers import HostWorkers
-from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.cached_state import CachedState, CachedUpload
+from zenflow_compile.runtime.nvme.cache import CachedState, CachedUpload, NvmeCache
 from zenflow_compile.runtime.nvme.chunk import WEIGHTS
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.parameters.capacity import (

@@ -41,7 +41,7 @@ from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
 from zenflow_compile.runtime.host.workers import Job
-from zenflow_compile.runtime.nvme.cached_state import CachedUpload
+from zenflow_compile.runtime.nvme.cache import CachedUpload
 from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
