@@ -15,6 +15,7 @@ from tests.simulated.build import build, missing
 from tests.simulated.process import SimulatedProcess
 from tests.support.recording import RecordingEngine
 from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.parameters import host_weights
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,6 +111,12 @@ def fresh_start() -> None:
 def asynchronous_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of tests are small: their copies are as asynchronous as those of large ones."""
     monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
+
+
+@pytest.fixture
+def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of any size may be in host memory."""
+    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 @pytest.fixture

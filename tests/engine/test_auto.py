@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from tests.support.patches import COPY, late
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.options import options as options_module
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
-from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.step import min_window, schedule
 from zenflow_compile.timeline import AdaptiveWindows
 
@@ -19,11 +21,11 @@ SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
 
 
 @pytest.fixture
-def rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def rates() -> Iterator[list[float]]:
     """Replaces the host's measurements by a list of rates, in order; no other measurement is made."""
     given: list[float] = []
-    monkeypatch.setattr(min_window, "host_rate", lambda *_: given.pop(0))
-    return given
+    with mock.patch.object(min_window, "host_rate", side_effect=lambda *_: given.pop(0)):
+        yield given
 
 
 AUTO: dict[str, Any] = {"update_interval": "auto", "auto_ratio": 0.0, "max_update_interval": 5}
@@ -98,12 +100,11 @@ def test_option_overrides_the_state(rates: list[float]) -> None:
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def often() -> Iterator[None]:
     """Allow re-selections after 3 steps, at the slightest drift and at any cost."""
-    monkeypatch.setattr(options_module, "AUTO_SELECT_INTERVAL", 3)
-    monkeypatch.setattr(schedule, "RESELECT_BELOW", 1.0)
-    monkeypatch.setattr(schedule, "ENTRY_MARGIN", 0.05)
-    monkeypatch.setattr(schedule, "STATE_BUDGET", 1.0)
+    soon = mock.patch.object(options_module, "AUTO_SELECT_INTERVAL", 3)
+    with soon, mock.patch.multiple(schedule, RESELECT_BELOW=1.0, ENTRY_MARGIN=0.05, STATE_BUDGET=1.0):
+        yield
 
 
 DRIFTING: dict[str, dict[str, Any]] = {
@@ -128,13 +129,12 @@ def test_drifting_selections_resume_bitwise(entry: dict[str, Any] | None, option
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("options", DRIFTING.values(), ids=DRIFTING)
-def test_delays_leave_selections_unchanged(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delays_leave_selections_unchanged(options: dict[str, Any]) -> None:
     expected = Training(EAGER_BACKEND, options).run(0, 12)
-    delays = Delays(0, 4.0)
-    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
-    late = Training(EAGER_BACKEND, options).run(0, 12)
-    assert_same(late.weights(), expected.weights())
-    assert late.optimizer.engine.selections == expected.optimizer.engine.selections > 2
+    with late(0, 4.0, COPY) as delays:
+        training = Training(EAGER_BACKEND, options).run(0, 12)
+        assert_same(training.weights(), expected.weights())
+    assert training.optimizer.engine.selections == expected.optimizer.engine.selections > 2
     assert delays.calls > 20
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -213,7 +214,7 @@ def test_model_cast_to_double_and_back() -> None:
         assert torch.equal(actual, expected)
 
 
-def test_gradient_returned_by_a_failed_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_returned_by_a_failed_backward() -> None:
     """A graph that fails after a hooked gradient does not return that gradient from the next backward."""
     training, undisturbed = (Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3) for _ in range(2))
     hook = training.model[4].weight.register_hook(lambda grad: None)
@@ -222,10 +223,8 @@ def test_gradient_returned_by_a_failed_backward(monkeypatch: pytest.MonkeyPatch)
     def fail(grad: Tensor, *, split_now: bool) -> None:
         raise ArithmeticError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(first, "receive", fail)
-        with pytest.raises(ArithmeticError):
-            training.backward(3)
+    with mock.patch.object(first, "receive", fail), pytest.raises(ArithmeticError):
+        training.backward(3)
     hook.remove()
     training.optimizer.zero_grad()
     for actual, expected in zip(training.run(3, 6).weights(), undisturbed.run(3, 6).weights(), strict=True):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.parameters import host_weights
+
+pytestmark = pytest.mark.usefixtures("small_weights")
 
 EXACT: dict[str, Any] = {"min_offload_size": 1, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0}
 WINDOWS: dict[str, Any] = {**EXACT, "update_interval": 4}
@@ -24,11 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "resident weights": {"policy": "resident", "offload_weights": 1.0},
 }
 CHANGED = r"0\.weight was float32\[32, 24\] on cpu .* and is bfloat16"
-
-
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 def build() -> nn.Sequential:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,21 +19,15 @@ from tests.support.training import EAGER_BACKEND
 from tests.support.weight_readers import READERS, in_child
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build, storage_reads
-from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.torch_internals import torch_private
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_weights")]
 
 ADAM: dict[str, Any] = {
     "lr": 1e-2, "eps": 1e-4, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0, "min_offload_size": 1,
     "offload_weights": 1.0,
 }  # fmt: skip
 REMEDY = r"0\.weight is in host memory.*`with optimizer\.loaded_weights\(\):`, or behind optimizer\.synchronize\(\)"
-
-
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 def batch(rows: int = 8) -> Tensor:
@@ -209,13 +204,12 @@ def test_replaced_memory_is_readable(trained: Trained) -> None:
         trained.weight.norm()
 
 
-def test_without_a_compiler_a_warning_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_warning_tells() -> None:
     caches = (storage_reads.can_change_storages, storage_reads._library, build.load_storage_reads)
     for each in caches:
         each.cache_clear()
     try:
-        with monkeypatch.context() as without:
-            without.setattr(torch_private, "cpp_compiler", lambda: None)
+        with mock.patch.object(torch_private, "cpp_compiler", return_value=None):
             with pytest.warns(RuntimeWarning, match=r"are not guarded.* crash code.*no C\+\+ compiler") as caught:
                 trained = Trained()
             assert sum("not guarded" in str(each.message) for each in caught) == 1

@@ -13,17 +13,13 @@ from torch.func import functional_call
 from tests.support.training import ADAM, EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.parameters import host_weights
+
+pytestmark = pytest.mark.usefixtures("small_weights")
 
 EXACT: dict[str, Any] = {"min_offload_size": 1, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0}
 OPTIONS = [EXACT, {**EXACT, "offload_weights": 1.0}, {"policy": "resident"}]
 Weights = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, int], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 def build(seed: int = 3) -> nn.Sequential:

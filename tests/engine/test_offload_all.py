@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -219,9 +220,9 @@ def test_skipped_step_keeps_the_memory_on_the_host() -> None:
     assert_equal_runs(moved.run(2, 5), plain.run(2, 5))
 
 
+@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize("name", ["windows", "resident"])
-def test_weights_in_host_memory_stay_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenflow_compile.runtime.parameters.host_weights.SMALLEST_WEIGHT_BYTES", 1)
+def test_weights_in_host_memory_stay_there(name: str) -> None:
     options = {**OPTIONS[name], "offload_weights": 1.0}
     plain, moved = Training(EAGER_BACKEND, options).run(0, 3), Training(EAGER_BACKEND, options).run(0, 3)
     moved.optimizer.synchronize()  # loads them
@@ -378,7 +379,7 @@ def test_slow_copy_of_a_gradient_is_awaited(monkeypatch: pytest.MonkeyPatch) -> 
     assert_equal_runs(moved, plain)
 
 
-def test_interrupted_move_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_move_is_made_good() -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
     empty, left = device_memory._Block.empty, [4]
 
@@ -388,10 +389,8 @@ def test_interrupted_move_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         empty(block)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(device_memory._Block, "empty", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            moved.optimizer.offload_all()
+    with mock.patch.object(device_memory._Block, "empty", interrupted), pytest.raises(KeyboardInterrupt):
+        moved.optimizer.offload_all()
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
 
 

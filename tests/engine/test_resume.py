@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -345,7 +346,7 @@ def test_state_of_another_dtype_is_refused(policy: str, saved: torch.dtype, own:
     training.step(1)
 
 
-def test_failed_load_is_repaired_by_another_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_is_repaired_by_another_load() -> None:
     training = Training(None).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
@@ -353,10 +354,8 @@ def test_failed_load_is_repaired_by_another_load(monkeypatch: pytest.MonkeyPatch
     def no_memory(*args: Any) -> None:
         raise MemoryError("nothing left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(training.optimizer.engine.schedule), "restore", no_memory)
-        with pytest.raises(MemoryError):
-            training.load(saved)
+    with mock.patch.object(type(training.optimizer.engine.schedule), "restore", no_memory), pytest.raises(MemoryError):
+        training.load(saved)
     with pytest.raises(RuntimeError, match=r"loading of a state, failed half-way.*load the last saved state"):
         training.step(3)
     assert_same(training.load(saved).run(3, 6).weights(), expected)

@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 import zenflow_compile
 from tests.engine.test_failures import break_kernel
 from tests.engine.test_forks import AUTOGRADS_OWN_REFUSAL, in_child
+from tests.support.patches import host_memory
 from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
@@ -31,8 +33,6 @@ from tests.support.training import (
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.host import arena
-from zenflow_compile.runtime.parameters import host_weights
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -176,15 +176,12 @@ def test_added_group_takes_over(used: bool) -> None:
     ],
     ids=["option", "rate", "betas", "memory"],
 )
-def test_refused_takeover_changes_nothing(
-    options: dict[str, Any], message: str, added: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_takeover_changes_nothing(options: dict[str, Any], message: str, added: bool) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 5)
     later = ZenFlowAdamW(mlp().named_parameters(), **ADAM, **OFFLOAD_ALL)
     named = [(f"of {name}", param) for name, param in training.model.named_parameters()]
-    with monkeypatch.context() as patch, warnings.catch_warnings(action="error"):
-        if not options:
-            patch.setattr(arena, "available_host_memory", lambda: (-(2**40), "of nothing"))
+    memory = nullcontext() if options else host_memory(-(2**40), "of nothing")
+    with memory, warnings.catch_warnings(action="error"):
         take = (
             partial(later.add_param_group, {"params": named, **options})
             if added
@@ -197,11 +194,10 @@ def test_refused_takeover_changes_nothing(
     training.optimizer.close(), expected.optimizer.close()
 
 
-def test_memory_of_the_earlier_one_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_earlier_one_counts_as_free() -> None:
     training = Training(EAGER_BACKEND).run(0, 2)
     left = training.optimizer.host_bytes // 2
-    with monkeypatch.context() as patch:
-        patch.setattr(arena, "available_host_memory", lambda: (left, "half of it"))
+    with host_memory(left, "half of it"):
         with pytest.raises(ValueError, match="half of it"):
             ZenFlowAdamW(mlp().named_parameters(), **ADAM, **OFFLOAD_ALL)
         taken_over(training)
@@ -234,8 +230,8 @@ def test_gradients_before_the_takeover_count(entry: dict[str, Any] | None) -> No
     torch.testing.assert_close(training.run(4, 6).weights(), adamw_twice(3, 6), rtol=1e-4, atol=1e-6)
 
 
-def test_takeover_of_weights_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
+@pytest.mark.usefixtures("small_weights")
+def test_takeover_of_weights_in_host_memory() -> None:
     options = {"offload_weights": 1.0, "update_interval": 1}
     training = Training(EAGER_BACKEND, options).run(0, 3)
     taken_over(training)

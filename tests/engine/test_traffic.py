@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,9 +39,7 @@ class Counted:
         summary: what the profiler says of the same steps.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], entry: Any = None, dtype: Any = torch.float32
-    ) -> None:
+    def __init__(self, options: dict[str, Any], entry: Any = None, dtype: Any = torch.float32) -> None:
         settings = {"topk_ratio": RATIO, "update_interval": INTERVAL, **options}
         training = Training(entry, settings, dtype, matrices).run(0, 2 * INTERVAL)
         training.optimizer.synchronize()  # no earlier update is applied while bytes are counted
@@ -53,10 +52,10 @@ class Counted:
             copied["bytes"] += source.nbytes
             copy(target, source)
 
-        monkeypatch.setattr(thread_lane, "copy_without_gil", counting)
         steps = WINDOWS * INTERVAL
         moved = 0
-        with zf.profile(training.optimizer) as profile:
+        count_bytes = mock.patch.object(thread_lane, "copy_without_gil", counting)
+        with count_bytes, zf.profile(training.optimizer) as profile:
             for step in range(2 * INTERVAL, 2 * INTERVAL + steps):
                 before = [set(each.device.selection.selected.tolist()) for each in offloaded]
                 training.step(step)
@@ -72,27 +71,25 @@ class Counted:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_traffic_is_deferred_columns_only(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
+def test_traffic_is_deferred_columns_only(entry: Any, dtype: torch.dtype) -> None:
     """Deferred columns go down at every step, and up once in a window."""
-    counted = Counted(monkeypatch, {}, entry, dtype)
+    counted = Counted({}, entry, dtype)
     assert 0.99 * (1 - RATIO) * (1 + 1 / INTERVAL) < counted.traffic <= (1 - RATIO) * (1 + 1 / INTERVAL) * 1.01
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_summed_window_moves_once(
-    monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype, staleness: int
-) -> None:
-    counted = Counted(monkeypatch, {"accumulate_on_device": True, "staleness": staleness}, entry, dtype)
+def test_summed_window_moves_once(entry: Any, dtype: torch.dtype, staleness: int) -> None:
+    counted = Counted({"accumulate_on_device": True, "staleness": staleness}, entry, dtype)
     assert 0.44 < counted.traffic <= 0.46
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_compressed_gradients_take_a_byte_each(monkeypatch: pytest.MonkeyPatch, entry: Any, dtype: torch.dtype) -> None:
+def test_compressed_gradients_take_a_byte_each(entry: Any, dtype: torch.dtype) -> None:
     """A slice also needs four bytes for its scale, a visible share here: slices have 10, 16, 40 and 80 elements."""
-    counted = Counted(monkeypatch, {"gradient_compression": "int8"}, entry, dtype)
+    counted = Counted({"gradient_compression": "int8"}, entry, dtype)
     elements = {16: 80, 80: 160, 160: 40, 40: 10}
     scales = sum(4 * max(pair) for pair in elements.items()) / sum(a * b for a, b in elements.items())
     down = (1 + scales) / dtype.itemsize
@@ -102,11 +99,11 @@ def test_compressed_gradients_take_a_byte_each(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}, {"policy": "zero_offload"}]
 )
-def test_profiler_counts_moved_bytes(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+@mock.patch.object(summary, "_WARM_UP_FACTOR", math.inf)  # every step counts, however slow the first one was
+def test_profiler_counts_moved_bytes(options: dict[str, Any]) -> None:
     """Gradients and uploads are one number, the state that re-selections move is another."""
-    monkeypatch.setattr(summary, "_WARM_UP_FACTOR", math.inf)  # every step counts, however slow the first one was
     often = {"select_strategy": "step", "select_interval": INTERVAL, **options}
-    counted = Counted(monkeypatch, often)
+    counted = Counted(often)
     assert (counted.state > 0) == ("policy" not in options)
     assert counted.summary["traffic_model_sizes_per_step"] == pytest.approx(counted.traffic)
     assert counted.summary["state_model_sizes_per_step"] == pytest.approx(counted.state)

@@ -17,15 +17,10 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights, moved_weights
 from zenflow_compile.torch_internals.torch_private import refusal_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_weights")]
 
 WIDTH = 48
 Habit = Callable[[nn.Sequential], None]
-
-
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 def build() -> nn.Sequential:

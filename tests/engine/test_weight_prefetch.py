@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.patches import failing
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights
@@ -85,7 +88,7 @@ def equal(run: Run, other: Run) -> bool:
 
 
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def loads() -> Iterator[dict[str, int]]:
     """How many loads had a copy that was started ahead, and how many started their own."""
     counts = {"ahead": 0, "late": 0}
     load = HostWeight.load
@@ -94,8 +97,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["late" if staged is None else "ahead"] += 1
         load(self, staged)
 
-    monkeypatch.setattr(HostWeight, "load", counting)
-    return counts
+    with mock.patch.object(HostWeight, "load", counting):
+        yield counts
 
 
 @pytest.mark.parametrize("habit", ["plain", "discards", "evaluates"])
@@ -112,17 +115,17 @@ def test_copies_ahead_change_no_number(policy: str, habit: str, loads: dict[str,
     assert equal(run, plain)
 
 
-def test_stale_copy_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@mock.patch.object(HostWeight, "is_current", mock.Mock(return_value=True))
+def test_stale_copy_is_not_taken() -> None:
     """Mutant: a copy from before the update is taken for a current one. The run above finds it."""
-    monkeypatch.setattr(HostWeight, "is_current", lambda self, staged: True)
     run, plain = Run(offload_weights=1.0, **POLICIES["zero_offload"]), Run(**POLICIES["zero_offload"])
     run.train(range(9), discards=True)
     plain.train(range(9), discards=True)
     assert not equal(run, plain)
 
 
-def test_without_copies_ahead_loads_start_their_own(monkeypatch: pytest.MonkeyPatch, loads: dict[str, int]) -> None:
-    monkeypatch.setattr(WeightPrefetch, "_start_copies", lambda self: None)
+@mock.patch.object(WeightPrefetch, "_start_copies", mock.Mock())
+def test_without_copies_ahead_loads_start_their_own(loads: dict[str, int]) -> None:
     run, plain = Run(offload_weights=1.0, **POLICIES["windows"]), Run(**POLICIES["windows"])
     run.train(range(6))
     plain.train(range(6))
@@ -152,23 +155,14 @@ def test_budget_beyond_the_ring_keeps_weights() -> None:
     assert equal(run, plain)
 
 
-def test_load_without_memory_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_without_memory_leaves_no_trace() -> None:
     """A loop that goes on with the next batch, as after ``torch.OutOfMemoryError``."""
     run, plain = Run(offload_weights=1.0, **POLICIES["windows"]), Run(**POLICIES["windows"])
     run.train(range(3))
-    fill = HostWeight._fill
-    for failing in range(5):  # a forward that fails leaves weights behind, which need no load until the next step
-
-        def fails(self: HostWeight, staged: Staged, number: list[int] = [failing]) -> None:  # noqa: B006
-            number[0] -= 1
-            if number[0] < 0:
-                raise torch.OutOfMemoryError("no memory")
-            fill(self, staged)
-
-        monkeypatch.setattr(HostWeight, "_fill", fails)
-        with pytest.raises(torch.OutOfMemoryError):
+    error = torch.OutOfMemoryError("no memory")
+    for after in range(5):  # a forward that fails leaves weights behind, which need no load until the next step
+        with failing(HostWeight, "_fill", error, after=after), pytest.raises(torch.OutOfMemoryError):
             run.forward(50).backward()
-        monkeypatch.setattr(HostWeight, "_fill", fill)
         run.optimizer.zero_grad()
         assert run.ring_in_use <= 2
     run.train(range(3, 8))

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 import zenflow_compile as zf
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.torch_internals.torch_private import refusal_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_weights")]
 
 ADAM: dict[str, Any] = {
     "lr": 1e-2, "eps": 1e-4, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0, "min_offload_size": 1,
@@ -39,11 +38,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.norm(self.up(torch.tanh(x @ self.own)))))
-
-
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 def batch(step: int) -> Tensor:

@@ -11,19 +11,13 @@ from torch import Tensor, nn
 
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_weights")]
 
 WIDTH = 64
 ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4, "topk_ratio": 0.25, "device_share": 0.0, "min_offload_size": 1}
-
-
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 def build() -> nn.Sequential:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.weight_memory import divide_budget
 from zenflow_compile.runtime.device import devices
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import CpuDevice
 from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
@@ -41,13 +45,21 @@ class Counting(CpuDevice):
         return Counting.free
 
 
+@contextmanager
+def cpu_served_by(implementation: type[Device]) -> Iterator[None]:
+    before = devices.implementation_of("cpu")
+    devices.register_device("cpu", implementation)
+    try:
+        yield
+    finally:
+        devices.register_device("cpu", before)
+
+
 @pytest.fixture(autouse=True)
-def counting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", WEIGHT)
-    monkeypatch.setitem(devices._IMPLEMENTATIONS, "cpu", Counting)
-    monkeypatch.setattr(devices, "_DEVICES", {})
-    for name in ("peak", "free", "resets"):
-        monkeypatch.setattr(Counting, name, getattr(Counting, name))
+def counting() -> Iterator[None]:
+    Counting.peak, Counting.free, Counting.resets = 0, None, 0
+    with mock.patch.object(host_weights, "SMALLEST_WEIGHT_BYTES", WEIGHT), cpu_served_by(Counting):
+        yield
 
 
 class Net(nn.Module):
@@ -184,7 +196,7 @@ def test_limit_is_what_is_free_and_allocated() -> None:
     run.optimizer.close()
 
 
-def test_weight_without_memory_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_without_memory_stays_in_host_memory() -> None:
     """Memory may be in pieces, or taken by another process."""
     Counting.peak = peak_that_leaves(100 * WEIGHT)
     run = Run(offload_weights="auto", device_memory_bytes=LIMIT)
@@ -201,8 +213,7 @@ def test_weight_without_memory_stays_in_host_memory(monkeypatch: pytest.MonkeyPa
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
     loss = run.call(x).square().mean()
     loss.backward()
-    with monkeypatch.context() as patch:
-        patch.setattr(HostWeight, "_allocate", scarce)
+    with mock.patch.object(HostWeight, "_allocate", scarce):
         run.optimizer.step()
     run.optimizer.zero_grad()
     run.losses.append(loss.detach())
@@ -213,12 +224,13 @@ def test_weight_without_memory_stays_in_host_memory(monkeypatch: pytest.MonkeyPa
     assert equal(run, other)
 
 
-def test_device_must_count_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_must_count_memory() -> None:
     with pytest.raises(ValueError, match=r"device_memory_bytes=None .* pass the bytes"):
         Run(offload_weights="auto")
-    monkeypatch.setitem(devices._IMPLEMENTATIONS, "cpu", CpuDevice)
-    monkeypatch.setattr(devices, "_DEVICES", {})
-    with pytest.raises(ValueError, match=r"counts its allocated memory, which cpu does not; .* such as 0\.5"):
+    with (
+        cpu_served_by(CpuDevice),
+        pytest.raises(ValueError, match=r"counts its allocated memory, which cpu does not; .* such as 0\.5"),
+    ):
         Run(offload_weights="auto", device_memory_bytes=LIMIT)
 
 

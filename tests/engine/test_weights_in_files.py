@@ -25,7 +25,6 @@ from zenflow_compile.runtime.nvme import cache as nvme_cache
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.chunk import Chunk, Place
-from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,9 +55,8 @@ Make = Callable[..., Training]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, small_weights: None) -> Iterator[Make]:
     """Makes trainings with state and weights in files of their own, and closes them in the end."""
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
     numbers, made = count(), []
 
     def training(

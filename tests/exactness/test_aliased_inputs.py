@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tests.support.trajectories import seeded
 from zenflow_compile.optimizer import ZenFlowAdamW
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.parameters import host_weights
+
+pytestmark = pytest.mark.usefixtures("small_weights")
 
 STEPS = 8
 ADAM = {"lr": 1e-2, "weight_decay": 0.01}
@@ -23,12 +24,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "weights": {"policy": "zenflow", "update_interval": 1, "topk_ratio": 0.25, "offload_weights": 1.0},
 }
 Step = Callable[[int], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of any size may be offloaded."""
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
 
 
 class Gated(nn.Module):

@@ -25,7 +25,6 @@ from tests.support.trajectories import (
 )
 from tests.support.zoo import Member
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.host_weights import HostWeights
 
@@ -50,7 +49,7 @@ class Seen(NamedTuple):
 
 
 @pytest.fixture(params=[pytest.param("resized", marks=pytest.mark.long), "poisoned"])
-def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
+def steps(request: pytest.FixtureRequest, small_weights: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     """What each step finds, of small weights, too. Poisoned ones are not freed but NaN: a late read shows."""
     seen: list[Seen] = []
     unread = [0]  # bytes of weights that no graph has read
@@ -66,7 +65,6 @@ def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     def poison(self: HostWeight) -> None:
         self.param.data.fill_(float("nan"))
 
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
     monkeypatch.setattr(HostWeights, "begin_step", noting)
     if request.param == "poisoned":
         monkeypatch.setattr(HostWeight, "_free", poison)

@@ -18,7 +18,6 @@ from tests.support.training import EAGER_BACKEND
 from tests.support.trajectories import ADAM
 from tests.support.zoo import generator
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.parameters import host_weights
 
 STEPS = 14
 POLICIES: dict[str, dict[str, Any]] = {
@@ -167,10 +166,10 @@ def test_resumed_run_equals_the_uninterrupted_one(options: dict[str, Any], form:
         assert differing(Training(given).load(saved).run(position, STEPS).result(), expected) == []
 
 
+@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize("form", HOST_FORMS)
-def test_weights_in_host_memory_change_nothing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_host_memory_change_nothing(form: str) -> None:
     """They are in the upload buffers that complete split masters."""
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
     given = {**POLICIES["windows"], **FORMS[form]}
     expected = Training(given, compiled=True).run(0, STEPS).result()
     offloaded = Training({**given, "offload_weights": 1.0}, compiled=True).run(0, STEPS)

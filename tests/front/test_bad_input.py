@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import zenflow_compile
+from tests.support.patches import host_memory
 from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
@@ -310,7 +311,7 @@ def test_step_without_gradients_does_nothing(entry: dict[str, Any] | None) -> No
 # Machines.
 
 
-def test_more_host_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_host_memory_than_there_is() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     needed = 2 * 64 * 64 * (3 * 4 + (4 + 1) * 4)
     options = {**OFFLOAD_ALL, "topk_ratio": 0.0}
@@ -318,18 +319,16 @@ def test_more_host_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None
         r"need 256\.0 KiB of host memory, but only 256\.0 KiB are available \(the machine\); .*"
         r"larger topk_ratio, a smaller update_interval or a larger device_share.*policy=\"resident\""
     )
-    monkeypatch.setattr(arena, "available_host_memory", lambda: (needed - 1, "the machine"))
-    with pytest.raises(ValueError, match=message):
+    with host_memory(needed - 1), pytest.raises(ValueError, match=message):
         ZenFlowAdamW(model.parameters(), **options)
     # Groups count together.
-    with pytest.raises(ValueError, match="host memory"):
+    with host_memory(needed - 1), pytest.raises(ValueError, match="host memory"):
         ZenFlowAdamW([{"params": layer.parameters()} for layer in model], **options)
     assert untouched(model)
-    monkeypatch.setattr(arena, "available_host_memory", lambda: (needed, "the machine"))
-    optimizer = ZenFlowAdamW(model.parameters(), **options)
-    assert optimizer.host_bytes >= needed
-    monkeypatch.setattr(arena, "available_host_memory", lambda: (10, "the machine"))
-    with pytest.raises(ValueError, match="host memory"):
+    with host_memory(needed):
+        optimizer = ZenFlowAdamW(model.parameters(), **options)
+        assert optimizer.host_bytes >= needed
+    with host_memory(10), pytest.raises(ValueError, match="host memory"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(64, 64))]})
     assert len(optimizer.param_groups) == len(optimizer.engine.groups) == 1
     assert len(optimizer.engine.params) == 4
@@ -352,25 +351,23 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("label", REMEDIES)
-def test_remedies_are_options_of_the_policy(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_are_options_of_the_policy(label: str) -> None:
     """Options that other policies read would not help."""
     given, host, device = REMEDIES[label]
     policy = label.split(",")[0]
     options = {**OFFLOAD_ALL, "policy": policy, **given}
     others = {"topk_ratio", "update_interval", "device_share"} if policy != "zenflow" else {"a smaller ratio"}
-    monkeypatch.setattr(arena, "available_host_memory", lambda: (10, "the machine"))
-    with pytest.raises(ValueError, match=rf'{host}.*policy="resident"') as error:
+    with host_memory(10), pytest.raises(ValueError, match=rf'{host}.*policy="resident"') as error:
         ZenFlowAdamW(mlp().parameters(), **options)
     assert not any(other in str(error.value) for other in others)
     if policy == "deep_optimizer_states":
         return  # all of it is streamed: nothing is uploaded
-    monkeypatch.undo()
     with pytest.raises(ValueError, match=f"raise it, {device or ''}or leave it at None"):
         ZenFlowAdamW(mlp().parameters(), **options, staging_bytes=64)
 
 
-def test_missing_memory_is_named_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "available_host_memory", lambda: (5 << 30, "the machine has 8.0 GiB"))
+@host_memory(5 << 30, "the machine has 8.0 GiB")
+def test_missing_memory_is_named_in_gib() -> None:
     with pytest.raises(ValueError, match=r"need 7\.5 GiB of host memory, but only 5\.0 GiB are available"):
         arena.require_host_memory(15 << 29, "a smaller model")
 

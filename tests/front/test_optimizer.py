@@ -6,6 +6,7 @@ import gc
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_added_group_keeps_open_windows() -> None:
     assert not torch.equal(extra, torch.ones(40, 60))
 
 
-def test_refused_group_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_group_changes_nothing() -> None:
     from zenflow_compile.runtime.parameters import capacity
     from zenflow_compile.runtime.parameters.device_state import DeviceState
 
@@ -129,14 +130,13 @@ def test_refused_group_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_little_memory(needed_bytes: int, remedies: str, processes: int) -> None:
         raise ValueError("too little memory")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(capacity, "require_host_memory", too_little_memory)
-        with pytest.raises(ValueError, match="too little memory"):
-            optimizer.add_param_group({"params": [new]})
-    with monkeypatch.context() as patch:
-        patch.setattr(DeviceState, "allocate", classmethod(lambda *args: 1 / 0))
-        with pytest.raises(ZeroDivisionError):
-            optimizer.add_param_group({"params": [new]})
+    with (
+        mock.patch.object(capacity, "require_host_memory", too_little_memory),
+        pytest.raises(ValueError, match="too little memory"),
+    ):
+        optimizer.add_param_group({"params": [new]})
+    with mock.patch.object(DeviceState, "allocate", classmethod(lambda *args: 1 / 0)), pytest.raises(ZeroDivisionError):
+        optimizer.add_param_group({"params": [new]})
     assert len(optimizer.param_groups) == 1
     assert len(optimizer.engine.params) == len(optimizer.engine.plan.params) == 4
     optimizer.load_state_dict(state)

@@ -298,11 +298,9 @@ def test_merges_equal_those_of_adamw(whole: bool) -> None:
     assert difference(found[1], found[0]) < TOLERANCE
 
 
+@pytest.mark.usefixtures("small_weights")
 @pytest.mark.parametrize("name", ["AveragedModel", "diffusers_evaluation", "trl_vllm"])
-def test_readers_of_weights_in_host_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zenflow_compile.runtime.parameters import host_weights
-
-    monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
+def test_readers_of_weights_in_host_memory(name: str) -> None:
     loop = Loop({**EXACT, "offload_weights": 1.0})
     found = PROGRAMS[name](loop)
     assert loop.optimizer.engine.weights.weights, "the weights are in host memory"

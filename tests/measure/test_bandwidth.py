@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,15 +24,16 @@ CORE = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 
 @pytest.fixture(autouse=True)
-def aten_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def aten_kernel() -> Iterator[None]:
     """Uses the kernel that needs no compilation."""
     kernel = make_host_adam(
         "aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=bandwidth.WINDOW_GRADIENTS
     )
-    monkeypatch.setattr(bandwidth, "host_kernel", lambda: kernel)
+    with mock.patch.object(bandwidth, "host_kernel", return_value=kernel):
+        yield
 
 
-def ticks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def ticks(seconds: float) -> Any:
     """Let every measured work take ``seconds``."""
 
     def interleaved(works: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -38,11 +41,11 @@ def ticks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
             work()
         return {name: [seconds] * rounds for name in works}
 
-    monkeypatch.setattr(bandwidth, "_in_turns", interleaved)
+    return mock.patch.object(bandwidth, "_in_turns", interleaved)
 
 
-def test_host_rates_count_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks(monkeypatch, 2.0)
+@ticks(2.0)
+def test_host_rates_count_bytes_read_and_written() -> None:
     rates = bandwidth.host_rates(1, SMALL, 3)
     assert rates.threads == 1
     assert rates.parameters == (1 << 16) / 2
@@ -87,57 +90,59 @@ def test_works_take_turns_and_warm_up_first() -> None:
     assert seconds == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
 
 
-def test_long_measurements_end_after_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_BUDGET_SECONDS", 0.0)
+@mock.patch.object(bandwidth, "_BUDGET_SECONDS", 0.0)
+def test_long_measurements_end_after_one_round() -> None:
     assert bandwidth._in_turns({"a": lambda: 1.0}, 50) == {"a": [1.0]}
 
 
-def test_memmove_stands_for_the_link_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks(monkeypatch, 0.5)
+@ticks(0.5)
+def test_memmove_stands_for_the_link_of_a_cpu() -> None:
     assert bandwidth.link_rates(CPU, 1 << 16, 1) == [bandwidth.LinkRates("memmove", 2 << 16, 2 << 16)]
 
 
-def test_device_rate_counts_updated_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks(monkeypatch, 0.5)
+@ticks(0.5)
+def test_device_rate_counts_updated_elements() -> None:
     rate = bandwidth.device_rate(CPU, 1, slices=40, length=16)
     assert rate == bandwidth.DeviceRate(parameters=2 * 4 * 16, bytes=28 * 2 * 4 * 16)
 
 
+@ticks(0.5)
+@mock.patch.object(bandwidth, "_CPU_ELEMENTS", 1 << 10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resident_takes_half_of_the_free_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks(monkeypatch, 0.5)
-    monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 10)
+def test_resident_takes_half_of_the_free_memory(dtype: torch.dtype) -> None:
     assert bandwidth.resident_rate(CPU, dtype, 1 << 30) == bandwidth.DeviceRate(2 * 1024, 28 * 2 * 1024)
     assert bandwidth.resident_rate(CPU, dtype, 3200).parameters == 2 * 100
 
 
-def test_quick_rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_QUICK_BYTES", SMALL)
-    monkeypatch.setattr(bandwidth, "_QUICK_LINK_BYTES", 1 << 16)
+@mock.patch.multiple(bandwidth, _QUICK_BYTES=SMALL, _QUICK_LINK_BYTES=1 << 16)
+def test_quick_rates_are_measured_once() -> None:
     bandwidth.rates.cache_clear()
     try:
         first = bandwidth.rates(CPU, (CORE,))
         assert all(0 < rate < math.inf for rate in (first.host, first.to_host, first.to_device))
-        monkeypatch.setattr(bandwidth, "_in_turns", None)  # a second measurement would fail
-        assert bandwidth.rates(CPU, (CORE,)) is first
+        with mock.patch.object(bandwidth, "_in_turns", None):  # a second measurement would fail
+            assert bandwidth.rates(CPU, (CORE,)) is first
     finally:
         bandwidth.rates.cache_clear()
 
 
-def test_sizes_follow_cache_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_follow_cache_and_memory(tmp_path: Path) -> None:
     for index, size in enumerate(("48K", "2048K", "266240K")):
         folder = tmp_path / f"cpu/cpu{CORE}/cache/index{index}"
         folder.mkdir(parents=True)
         (folder / "size").write_text(size + "\n")
     assert last_level_cache_bytes(tmp_path) == 260 << 20
     assert last_level_cache_bytes(tmp_path / "none") == 32 << 20
-    monkeypatch.setattr(bandwidth, "last_level_cache_bytes", lambda: 260 << 20)
-    monkeypatch.setattr(bandwidth, "available_host_memory", lambda: (1 << 40, ""))
-    assert bandwidth.default_bytes() == 2 << 30
-    monkeypatch.setattr(bandwidth, "last_level_cache_bytes", lambda: 64 << 20)
-    assert bandwidth.default_bytes() * 8 // 22 >= 3 * (64 << 20)
-    monkeypatch.setattr(bandwidth, "available_host_memory", lambda: (1 << 20, ""))
-    assert bandwidth.default_bytes() == bandwidth.default_link_bytes() == 1 << 18
+    with (
+        mock.patch.object(bandwidth, "last_level_cache_bytes") as cache,
+        mock.patch.object(bandwidth, "available_host_memory") as memory,
+    ):
+        cache.return_value, memory.return_value = 260 << 20, (1 << 40, "")
+        assert bandwidth.default_bytes() == 2 << 30
+        cache.return_value = 64 << 20
+        assert bandwidth.default_bytes() * 8 // 22 >= 3 * (64 << 20)
+        memory.return_value = (1 << 20, "")
+        assert bandwidth.default_bytes() == bandwidth.default_link_bytes() == 1 << 18
 
 
 @pytest.mark.gpu

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.support.patches import failing
 from zenflow_compile.measure import this_machine
-from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, PIECE_BYTES, ScratchDirectory, StateFile
 
 
-def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> list[int]:
-    """Let the file system have so much left; returns the sizes of files that are made from then on."""
+@contextmanager
+def left_free(free_bytes: int) -> Iterator[list[int]]:
+    """Let the file system have so much left; yields the sizes of files that are made."""
     sizes: list[int] = []
     create = ScratchDirectory.create
 
@@ -24,39 +28,34 @@ def leave_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> list[int]:
         sizes.append(size)
         return create(directory, size, *args, **keywords)
 
-    monkeypatch.setattr(state_file.os, "statvfs", lambda path: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
-    monkeypatch.setattr(ScratchDirectory, "create", watched)
-    return sizes
+    left = SimpleNamespace(f_bavail=free_bytes, f_frsize=1)
+    with mock.patch("os.statvfs", return_value=left), mock.patch.object(ScratchDirectory, "create", watched):
+        yield sizes
 
 
 @pytest.mark.parametrize(("free_bytes", "pieces"), [(105 << 20, 6), (PIECE_BYTES + PAGE_BYTES, 1), (1 << 40, 64)])
-def test_at_most_half_of_the_free_space_is_used(
-    free_bytes: int, pieces: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_most_half_of_the_free_space_is_used(free_bytes: int, pieces: int, tmp_path: Path) -> None:
     """105 MiB: half is 52.5 MiB, six pieces of 8 MiB. At least one piece, and at most 64."""
-    sizes = leave_free(monkeypatch, free_bytes)
-    found = this_machine.disk_rates(str(tmp_path))
+    with left_free(free_bytes) as sizes:
+        found = this_machine.disk_rates(str(tmp_path))
     assert sizes == [pieces * PIECE_BYTES]
     assert found.free_bytes == free_bytes
     assert min(found.read, found.write) > 0
     assert not list(tmp_path.iterdir())
 
 
-def test_full_disk_is_too_small_for_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_free(monkeypatch, PIECE_BYTES)
+def test_full_disk_is_too_small_for_a_measurement(tmp_path: Path) -> None:
     message = r"too little space: 0\.008 GB are needed to measure its rates.*leave nvme_path out"
-    with pytest.raises(ValueError, match=message):
+    with left_free(PIECE_BYTES), pytest.raises(ValueError, match=message):
         this_machine.disk_rates(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
+@mock.patch.object(this_machine, "_MOST_PIECES", 1)
 @pytest.mark.parametrize("direction", ["read", "write"])
-def test_failed_transfer_names_the_path(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(this_machine, "_MOST_PIECES", 1)
-    monkeypatch.setattr(StateFile, direction, fail)
-    with pytest.raises(ValueError, match=r"nvme_path=.* cannot be used: Input/output error"):
+def test_failed_transfer_names_the_path(direction: str, tmp_path: Path) -> None:
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    message = r"nvme_path=.* cannot be used: Input/output error"
+    with failing(StateFile, direction, error), pytest.raises(ValueError, match=message):
         this_machine.disk_rates(str(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +21,16 @@ GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(bandwidth, "_MATMUL_SECONDS", 0.0)
-    monkeypatch.setattr(measuring, "rates", lambda *args: Bandwidths(host=7e9, to_host=8e9, to_device=4e9))
-    monkeypatch.setattr(measuring, "available_host_memory", lambda: (3_000_000, ""))
-    monkeypatch.setattr(measuring, "free_device_bytes", lambda device: 1_000_000)
+def quick() -> Iterator[None]:
+    small = mock.patch.multiple(bandwidth, _CPU_ELEMENTS=1 << 12, _MATMUL_SECONDS=0.0)
+    measured = mock.patch.multiple(
+        measuring,
+        rates=lambda *args: Bandwidths(host=7e9, to_host=8e9, to_device=4e9),
+        available_host_memory=lambda: (3_000_000, ""),
+        free_device_bytes=lambda device: 1_000_000,
+    )
+    with small, measured:
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -33,17 +39,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     [({"update_interval": 4}, 4), ({"policy": "auto", "tokens_per_step": 1, "update_interval": 4}, 4),
      ({"policy": "deep_optimizer_states"}, 1)],
 )  # fmt: skip
-def test_host_is_measured_with_the_optimizers_parts(
-    dtype: torch.dtype, options: dict[str, Any], window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_is_measured_with_the_optimizers_parts(dtype: torch.dtype, options: dict[str, Any], window: int) -> None:
     seen = []
 
     def host_rate(kernel: Any, plan: Any, pool: Any) -> float:
         seen.append((plan.interval, plan.dtype, pool.workers))
         return 28e9
 
-    monkeypatch.setattr(measuring, "host_rate", host_rate)
-    found = measured_hardware(Options(**GIVEN, **options), [torch.zeros(8, 8, dtype=dtype), torch.zeros(9).bfloat16()])
+    params = [torch.zeros(8, 8, dtype=dtype), torch.zeros(9).bfloat16()]
+    with mock.patch.object(measuring, "host_rate", host_rate):
+        found = measured_hardware(Options(**GIVEN, **options), params)
     assert seen == [(window, dtype, 1)]
     assert (found.workers, found.adam_per_core, found.host_bandwidth) == (1, 1e9, 28e9)
     assert (found.link_to_host, found.link_to_device) == (8e9, 4e9)

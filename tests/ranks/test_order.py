@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -97,8 +98,7 @@ def rank_with(
     model = build(model_name)
     optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options, process_group=dist.group.WORLD)
     call = torch.compile(model, **EAGER_BACKEND) if compiled else model
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientReduction, "_send_late", counted)
+    with mock.patch.object(GradientReduction, "_send_late", counted):
         for step in range(steps):
             late.append(0)
             loss_of(call, step, rank, routes_of(routes, step)[rank]).backward()

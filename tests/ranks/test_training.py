@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,8 +96,7 @@ def late_in_declared(rank: int) -> int:
         nonlocal count
         count += 1
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientReduction, "_send_late", counted)
+    with mock.patch.object(GradientReduction, "_send_late", counted):
         train({**ALL_POLICIES["zenflow"], "gradient_accumulation_steps": 2}, rank, 2, backwards=2)
     return count
 
