@@ -31,7 +31,7 @@ from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.nvme import state_file, transfers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import Chunk, Place, chunk_bytes
+from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk, chunk_bytes
 from zenflow_compile.runtime.nvme.scratch_files import FILE_THREADS
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -191,7 +191,7 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pyte
     resident: list[int] = []
     take = NvmeCache._take
 
-    def watched(self: NvmeCache, chunk: Chunk) -> Place:
+    def watched(self: NvmeCache, chunk: Chunk) -> CacheSpan:
         place = take(self, chunk)
         assert 0 <= place.begin < place.end <= self.nbytes
         assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin

@@ -24,7 +24,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.nvme import cache as nvme_cache
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import Chunk, Place
+from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
 
 pytestmark = pytest.mark.timeout(120)
@@ -133,7 +133,7 @@ def test_host_memory_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     resident: list[int] = []
     take = NvmeCache._take
 
-    def watched(self: NvmeCache, chunk: Chunk) -> Place:
+    def watched(self: NvmeCache, chunk: Chunk) -> CacheSpan:
         place = take(self, chunk)
         assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
         resident.append(chunk.size + sum(each.size for each in self._chunks if each.place not in (None, place)))

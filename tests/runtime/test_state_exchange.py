@@ -25,7 +25,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.host.upload_buffer import InMemoryUpload
+from zenflow_compile.runtime.host.state_store import InMemoryUpload
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters import state_exchange
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows

@@ -47,7 +47,7 @@ class RankShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineFindings:
     """The parts of a machine.
 
     Attributes:
@@ -86,7 +86,7 @@ class Findings:
         disk: None without a directory to measure.
     """
 
-    machine: Machine
+    machine: MachineFindings
     kernel: str
     host: list[bandwidth.HostRates]
     link: list[bandwidth.LinkRates]
@@ -168,14 +168,14 @@ def quick_findings(nvme_path: str | None) -> dict[str, Any]:
     return asdict(found)
 
 
-def machine(device: torch.device, ranks: int = 1) -> Machine:
+def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
     """The machine, as this process sees it, and as ``ranks`` processes divide it."""
     nodes: dict[int, list[int]] = {}
     cores = physical_cores()
     for core in cores:
         nodes.setdefault(core.node, []).append(core.logical)
     memory_bytes, memory_limit = available_host_memory()
-    return Machine(
+    return MachineFindings(
         nodes=nodes,
         workers=worker_count(len(cores), workers=None, reserved_share=None),
         cache_bytes=last_level_cache_bytes(),

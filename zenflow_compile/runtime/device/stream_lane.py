@@ -50,7 +50,6 @@ class StreamTicket:
         return False
 
     def wait(self) -> None:
-        """See :meth:`Ticket.wait`."""
         if self._flag is None:
             self._end.synchronize()
         else:
@@ -60,25 +59,20 @@ class StreamTicket:
         self._tensors = None
 
     def settle(self) -> None:
-        """See :meth:`Ticket.settle`."""
         self._end.synchronize()
 
     def gate(self) -> Gate:
-        """See :meth:`Ticket.gate`."""
         assert self._flag is not None, "ask has_gates first"
         return Gate(self._flag.address, self._flag.value, COUNTER)
 
     def settled_gate(self) -> Gate:
-        """See :meth:`Ticket.settled_gate`."""
         return self.gate()  # the device reports a failed copy itself
 
     @property
     def is_settled(self) -> bool:
-        """See :meth:`Ticket.is_settled`."""
         return self.done()
 
     def wait_on_device(self) -> None:
-        """See :meth:`Ticket.wait_on_device`."""
         self._streams.current().wait_event(self._end)
 
 
@@ -156,11 +150,9 @@ class StreamLane:
         return work.flag is not None
 
     def settle(self) -> None:
-        """See :meth:`CopyLane.settle`."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """See :meth:`CopyLane.close`."""
         if not self._closed:
             self._stream.synchronize()  # raises on a dead device, whose stream no other lane should get
             self._closed = True

@@ -40,31 +40,25 @@ class ThreadTicket(Latch):
         return ticket
 
     def set(self, error: BaseException | None = None) -> None:
-        """See :meth:`Latch.set`."""
         super().set(error)
         # Orders the copied bytes before the state, as in ``Flag.raise_it``: ``Latch.set`` has released this lock.
         with self._gate:
             self._state.value = DONE if self.error is None else FAILED
 
     def gate(self) -> Gate:
-        """See :meth:`Ticket.gate`."""
         return Gate(ctypes.addressof(self._state), DONE, STATE)
 
     def settled_gate(self) -> Gate:
-        """See :meth:`Ticket.settled_gate`."""
         return Gate(ctypes.addressof(self._state), DONE, COUNTER)  # or beyond: a copy that failed has ended, too
 
     @property
     def is_settled(self) -> bool:
-        """See :meth:`Ticket.is_settled`."""
         return self.is_set
 
     def done(self) -> bool:
-        """See :meth:`Ticket.done`."""
         return self.is_set and self.error is None
 
     def wait(self) -> None:
-        """See :meth:`Ticket.wait`."""
         if not self.is_set:
             super().wait()
         if self.error is not None:
@@ -75,7 +69,6 @@ class ThreadTicket(Latch):
     wait_on_device = wait
 
     def settle(self) -> None:
-        """See :meth:`Ticket.settle`."""
         super().wait()
 
 
@@ -108,7 +101,6 @@ class ThreadLane:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """See :meth:`CopyLane.start`."""
         if self._thread is None:
             self._start()
 
@@ -147,14 +139,12 @@ class ThreadLane:
         return True
 
     def settle(self) -> None:
-        """See :meth:`CopyLane.settle`."""
         if self._thread is not None:
             # An empty copy: the queue keeps the order, so all copies before it have ended with it.
             nothing = torch.empty(0, device="cpu")
             self._hand_over(_Copy(nothing, nothing, 0, "", "", ())).settle()
 
     def close(self) -> None:
-        """See :meth:`CopyLane.close`."""
         if (thread := self._thread) is not None:
             self._queue.put(None)
             thread.join()

@@ -194,10 +194,8 @@ class ShownGradient(ABC):
 
     @property
     def averaged(self) -> bool:
-        """See :meth:`GradientSource.averaged`."""
         return self.plan.share is not None
 
     @property
     def factors(self) -> Factors:
-        """See :class:`Gradients`."""
         return self._gradients.factors

@@ -1,4 +1,4 @@
-"""Where the host's state of one parameter is kept."""
+"""Where the host's state and the new weights of one parameter are kept, while jobs and copies use them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
 from zenflow_compile.runtime.state_forms import State, StateForm
 
 
-class Needs(NamedTuple):
+class Waits(NamedTuple):
     """What a job on host memory waits for.
 
     Attributes:
@@ -23,9 +26,9 @@ class Needs(NamedTuple):
     after: Sequence[Job] = ()
     behind: Sequence[MemoryUser] = ()
 
-    def and_of(self, other: Needs) -> Needs:
+    def and_of(self, other: Waits) -> Waits:
         """What a job waits for that uses two memories."""
-        return Needs((*self.after, *other.after), (*self.behind, *other.behind))
+        return Waits((*self.after, *other.after), (*self.behind, *other.behind))
 
 
 class StateStore(Protocol):
@@ -53,29 +56,6 @@ class StateStore(Protocol):
         ...
 
 
-class StateInFile(StateStore, Protocol):
-    """The state of one parameter that is in memory only while it is used."""
-
-    def prepare(self, *, step: int, deadline: int) -> Needs:
-        """Bring the state into memory for a job, which changes it and is made next.
-
-        Args:
-            step, deadline: of the job.
-
-        Raises:
-            RuntimeError: the system does not start a thread.
-        """
-        ...
-
-    def used_by(self, job: Job, *, last: bool = True) -> None:
-        """Keep the state in memory for ``job``, which ``prepare`` was called for, and write it back behind it.
-
-        Args:
-            last: no further job that belongs to this one is made next; until then it is not written.
-        """
-        ...
-
-
 class InMemoryState:
     """State in an arena, all zero to begin with."""
 
@@ -90,11 +70,95 @@ class InMemoryState:
         return carved_bytes(StateForm.of_deferred(plan).tensors(plan.deferred))
 
     def state(self) -> State:
-        """See :meth:`StateStore.state`."""
         return self._state
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
-        """See :meth:`StateStore.acquire`."""
         # Callers have waited for the jobs, or withdrawn them.
         yield self._state
+
+
+class UploadBuffer(Protocol):
+    """One buffer of new weights of one parameter: [deferred, length] in the model's dtype."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The failure that lost its content, until it is overwritten; None while it is intact."""
+        ...
+
+    def tensor(self) -> Tensor:
+        """The memory; of a buffer in a file only after ``prepare`` or ``bring``, for that job or copy."""
+        ...
+
+    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Waits:
+        """Bring the buffer into memory for a job that writes it, and is made next.
+
+        Args:
+            step, deadline: of the job.
+            fresh: the job overwrites all of it, so that the old content is not read.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        ...
+
+    def used_by(self, job: Job, *, last: bool = True) -> None:
+        """Keep the buffer in memory for ``job``, which ``prepare`` was called for, and write it back after it."""
+        ...
+
+    def bring(self, writer: Job | None, *, step: int) -> Job | None:
+        """Bring the buffer into memory for a copy, which is queued next.
+
+        Args:
+            writer: the job that wrote the buffer last; None: no job has.
+
+        Returns:
+            The job that the copy waits for, which may have failed; None: the memory has the content.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        ...
+
+    def read_by(self, copy: Ticket) -> None:
+        """Keep the buffer in memory for ``copy``, which ``bring`` was called for."""
+        ...
+
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[Tensor]:
+        """The memory for the training thread; see ``StateStore.acquire``."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the content, which may be lost. No job and no copy that was queued may use it."""
+        ...
+
+
+class InMemoryUpload:
+    """A buffer that is always in memory. Its callers order jobs and copies; see ``HostState.applied``."""
+
+    error: BaseException | None = None
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+
+    def tensor(self) -> Tensor:
+        return self._memory
+
+    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Waits:
+        return Waits()
+
+    def used_by(self, job: Job, *, last: bool = True) -> None:
+        """Nothing to do: it stays in memory."""
+
+    def bring(self, writer: Job | None, *, step: int) -> Job | None:
+        return None if writer is None or writer.succeeded else writer
+
+    def read_by(self, copy: Ticket) -> None:
+        """Nothing to do: it stays in memory."""
+
+    @contextmanager
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
+        yield self._memory
+
+    def forget(self) -> None:
+        """Nothing to do: it cannot be lost."""

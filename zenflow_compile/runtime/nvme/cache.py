@@ -39,9 +39,9 @@ from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.state_store import Needs
+from zenflow_compile.runtime.host.state_store import Waits
 from zenflow_compile.runtime.host.workers import Job
-from zenflow_compile.runtime.nvme.chunk import STATE, Chunk, Content, Place, chunk_bytes, weight_chunk_bytes
+from zenflow_compile.runtime.nvme.chunk import STATE, CacheSpan, Chunk, Content, chunk_bytes, weight_chunk_bytes
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.nvme.state_file import StateFileError, whole_pages
 from zenflow_compile.runtime.nvme.transfers import make_transfer
@@ -125,7 +125,7 @@ class NvmeCache:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._chunks: list[Chunk] = []
         self._layout = _Layout({}, range(0))
-        self._in_ring: list[Place] = []  # that a chunk has, or whose users may not be settled
+        self._in_ring: list[CacheSpan] = []  # that a chunk has, or whose users may not be settled
         self._head = 0  # where the next chunk of the ring goes, if there is room
         self._uses = 0
         self._unqueued: list[Job] = []  # made, and not known to be queued
@@ -241,15 +241,13 @@ class NvmeCache:
 
     # Uses of chunks.
 
-    def prepare(self, chunk: Chunk, *, step: int, deadline: int) -> Needs:
-        """See :meth:`StateInFile.prepare`."""
+    def prepare(self, chunk: Chunk, *, step: int, deadline: int) -> Waits:
         interval, phase = chunk.plan.interval, chunk.plan.phase
         self._uses += 1
         chunk.next_use = step + 1 + (phase - step - 1) % interval, self._uses
         return self._bring(chunk, step=step, deadline=deadline)
 
     def used_by(self, chunk: Chunk, job: Job, *, last: bool) -> None:
-        """See :meth:`StateInFile.used_by`."""
         place = chunk.place if chunk.fresh is None else chunk.fresh
         assert place is not None
         place.users.append(job)
@@ -260,13 +258,13 @@ class NvmeCache:
         if last and chunk not in self._layout.homes:
             self._write(chunk, step=job.step, deadline=job.deadline)
 
-    def prepare_fresh(self, chunk: Chunk) -> Needs:
+    def prepare_fresh(self, chunk: Chunk) -> Waits:
         """Give memory to ``chunk`` for a job that overwrites all of it, and is made next."""
         self._withdraw()
         place = chunk.place or self._take(chunk)
         # It becomes the chunk's together with the job: until then the file has the content.
         chunk.fresh = place
-        return Needs((), tuple(place.unsettled()))
+        return Waits((), tuple(place.unsettled()))
 
     def bring(self, chunk: Chunk, *, step: int) -> Job | None:
         """Have ``chunk`` in memory for a copy, which is queued next.
@@ -297,8 +295,7 @@ class NvmeCache:
         chunk.place, chunk.changed, chunk.changed_by, chunk.write, chunk.in_file = None, False, None, None, False
 
     @contextmanager
-    def acquire(self, chunk: Chunk, *, write: bool, fresh: bool) -> Iterator[Place]:
-        """See :meth:`StateStore.acquire`."""
+    def acquire(self, chunk: Chunk, *, write: bool, fresh: bool) -> Iterator[CacheSpan]:
         self._withdraw()
         step = self._recorder.step
         if fresh:
@@ -332,7 +329,7 @@ class NvmeCache:
         """
         self._withdraw()
         homes = self._layout.homes
-        ahead: list[Place] = []
+        ahead: list[CacheSpan] = []
         in_order = sorted(self._chunks, key=lambda each: each.next_use) if order is None else order
         for number, chunk in enumerate(in_order):
             if chunk in homes or not chunk.in_file or chunk.error is not None:
@@ -347,7 +344,7 @@ class NvmeCache:
 
     # Memory of chunks.
 
-    def _bring(self, chunk: Chunk, *, step: int, deadline: int) -> Needs:
+    def _bring(self, chunk: Chunk, *, step: int, deadline: int) -> Waits:
         """Queue a job that reads ``chunk``, unless it is in memory. Returns the jobs that its next user waits for."""
         self._withdraw()
         place, chunk.fresh = chunk.place, None  # memory of a job that an interrupt kept from being made
@@ -360,9 +357,9 @@ class NvmeCache:
         after = [] if place.read is None else [place.read]
         if chunk.write is not None and chunk.error is not None:
             after.append(chunk.write)
-        return Needs(after, tuple(place.unsettled()))
+        return Waits(after, tuple(place.unsettled()))
 
-    def _fill(self, chunk: Chunk, *, step: int, deadline: int) -> Place:
+    def _fill(self, chunk: Chunk, *, step: int, deadline: int) -> CacheSpan:
         """Give memory to ``chunk``, and queue the job that reads it."""
         place = self._take(chunk)
         if not chunk.in_file:  # the training thread writes each chunk before jobs use it: none is to be queued
@@ -377,7 +374,7 @@ class NvmeCache:
         self._queue(job, chunk, place)
         return place
 
-    def _overwritten(self, chunk: Chunk) -> Place:
+    def _overwritten(self, chunk: Chunk) -> CacheSpan:
         """Memory for ``chunk``, whose old content is not read. Waits until no job uses the memory, or writes it."""
         place = chunk.place or self._take(chunk)
         _settle(place)
@@ -386,14 +383,14 @@ class NvmeCache:
         chunk.place, place.read, place.writer, chunk.changed_by, chunk.write = place, None, None, None, None
         return place
 
-    def _take(self, chunk: Chunk) -> Place:
+    def _take(self, chunk: Chunk) -> CacheSpan:
         """Take memory for ``chunk`` from those that have it, which are written if they must."""
         begin = self._next_begin(chunk)
         end = begin + chunk.size
         memory = self._memory[begin:end]
         if chunk in self._layout.homes:
             users = [] if chunk.place is None else chunk.place.unsettled()
-            return Place(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
+            return CacheSpan(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
         owners = {id(each.place): each for each in self._chunks}
         overlapped = [place for place in self._in_ring if _overlap(place, begin, end)]
         for place in overlapped:
@@ -402,7 +399,7 @@ class NvmeCache:
                     self._write(other, step=self._recorder.step, deadline=_FIRST)
                 other.place = None
         users = list(dict.fromkeys(user for place in overlapped for user in place.unsettled()))
-        taken = Place(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
+        taken = CacheSpan(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
         kept = [each for each in self._in_ring if each.unsettled() or (id(each) in owners and each not in overlapped)]
         self._in_ring, self._head = [*kept, taken], end
         return taken
@@ -425,7 +422,7 @@ class NvmeCache:
         chunk.changed = False  # last: see [Note: interrupted calls]
 
     def _transfer(
-        self, chunk: Chunk, kind: str, place: Place, *, after: Sequence[Job], step: int, deadline: int
+        self, chunk: Chunk, kind: str, place: CacheSpan, *, after: Sequence[Job], step: int, deadline: int
     ) -> Job:
         """A job that moves ``chunk``; it is one of the users of ``place`` from here on."""
         chunk.transfers = [each for each in chunk.transfers if not each.is_settled]
@@ -439,7 +436,7 @@ class NvmeCache:
         chunk.transfers.append(job)
         return job
 
-    def _queue(self, job: Job, chunk: Chunk, place: Place) -> None:
+    def _queue(self, job: Job, chunk: Chunk, place: CacheSpan) -> None:
         self.files.threads.submit(job)
         # It is settled behind all others. Not before it is queued: a withdrawn job waits for none.
         place.users, chunk.transfers = [job], [job]
@@ -452,7 +449,7 @@ class NvmeCache:
             self._unqueued = []
 
 
-def _settle(place: Place | None) -> None:
+def _settle(place: CacheSpan | None) -> None:
     for user in () if place is None else place.users:
         user.settle()
 
@@ -462,12 +459,12 @@ def _settle_file(chunk: Chunk) -> None:
         job.settle()
 
 
-def _overlap(place: Place, begin: int, end: int) -> bool:
+def _overlap(place: CacheSpan, begin: int, end: int) -> bool:
     return place.begin < end and begin < place.end
 
 
 class CachedState:
-    """The state of one parameter in a file; see :class:`StateInFile`."""
+    """The state of one parameter in a file, which is in memory only while it is used; see :class:`StateStore`."""
 
     def __init__(self, cache: NvmeCache, chunk: Chunk) -> None:
         self.chunk = chunk
@@ -481,10 +478,23 @@ class CachedState:
         assert self.chunk.place is not None, f"the state of {self.chunk.name} is not in memory"
         return State(*self.chunk.place.tensors)
 
-    def prepare(self, *, step: int, deadline: int) -> Needs:
+    def prepare(self, *, step: int, deadline: int) -> Waits:
+        """Bring the state into memory for a job, which changes it and is made next.
+
+        Args:
+            step, deadline: of the job.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
         return self._cache.prepare(self.chunk, step=step, deadline=deadline)
 
     def used_by(self, job: Job, *, last: bool = True) -> None:
+        """Keep the state in memory for ``job``, which ``prepare`` was called for, and write it back after it.
+
+        Args:
+            last: no further job that belongs to this one is made next; until then it is not written.
+        """
         self._cache.used_by(self.chunk, job, last=last)
 
     @contextmanager
@@ -509,7 +519,7 @@ class CachedUpload:
         assert place is not None, f"the weight of {self.chunk.name} is not in memory"
         return place.tensors[0]
 
-    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Needs:
+    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Waits:
         if fresh:
             return self._cache.prepare_fresh(self.chunk)
         return self._cache.prepare(self.chunk, step=step, deadline=deadline)

@@ -34,7 +34,7 @@ class Content(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class CacheSpan:
     """Memory of the cache, from offset ``begin`` to ``end``, that a chunk has or had.
 
     Attributes:
@@ -87,13 +87,13 @@ class Chunk:
     flags: tuple[HostFlags, int] | None = None
     size: int = field(init=False)
     description: FileChunk = field(init=False)
-    place: Place | None = None
+    place: CacheSpan | None = None
     changed: bool = False
     changed_by: Job | None = None
     in_file: bool = False
     write: Job | None = None
     transfers: list[Job] = field(default_factory=list)
-    fresh: Place | None = None
+    fresh: CacheSpan | None = None
     _flags_given: int = 0
     next_use: tuple[int, int] = field(init=False)
 

@@ -314,7 +314,6 @@ class EngineMemory:
 
     @property
     def host_bytes(self) -> int:
-        """See :meth:`ParamRegistry.host_bytes`."""
         exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
         files = sum(cache.nbytes for cache in self.transport.caches if cache is not None)
         memory = self.transport.device_memory.host_bytes

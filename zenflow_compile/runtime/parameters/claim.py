@@ -138,7 +138,7 @@ class Claim:
 _REMEDY = "close() the optimizer, create it anew over model.parameters() after the change, and compile the model again"
 
 
-class _Place(NamedTuple):
+class _Attribute(NamedTuple):
     """An attribute of a module."""
 
     module: weakref.ref[nn.Module]
@@ -165,7 +165,7 @@ class Holders:
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self._params = params
-        self._places: dict[int, list[_Place]] = {}
+        self._places: dict[int, list[_Attribute]] = {}
         self._roots: dict[int, _Root] = {}
 
     def remember(self, roots: Iterable[nn.Module], indices: Mapping[int, int]) -> None:
@@ -187,7 +187,7 @@ class Holders:
                     known.names.setdefault(index, set()).add(f"{prefix}.{name}" if prefix else name)
                     places = self._places.setdefault(index, [])
                     if not any(place.module() is module and place.name == name for place in places):
-                        places.append(_Place(weakref.ref(module), name))
+                        places.append(_Attribute(weakref.ref(module), name))
 
     def check(self, plans: Sequence[ParamPlan]) -> None:
         """Check the modules that hold parameters directly. Cheap enough for every step.

@@ -24,9 +24,15 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pa
 from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
-from zenflow_compile.runtime.host.state_store import InMemoryState, Needs, StateInFile, StateStore
-from zenflow_compile.runtime.host.upload_buffer import InMemoryUpload, UploadBuffer
+from zenflow_compile.runtime.host.state_store import (
+    InMemoryState,
+    InMemoryUpload,
+    StateStore,
+    UploadBuffer,
+    Waits,
+)
 from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.nvme.cache import CachedState
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -120,7 +126,7 @@ class WindowJob(PythonJob):
         weights: Tensor | None,
         upload: Tensor,
         inputs: list[Ticket],
-        needs: Needs,
+        needs: Waits,
         *,
         deadline: int,
         step: int,
@@ -258,7 +264,7 @@ class HostState:
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     in_memory: State | None = None
-    file: StateInFile | None = None
+    file: CachedState | None = None
     native: ctypes.c_void_p | None = None
     _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
@@ -278,7 +284,7 @@ class HostState:
         arena: HostArena,
         kernel: HostAdam,
         workers: int = 1,
-        file: StateInFile | None = None,
+        file: CachedState | None = None,
         gradients: list[Tensor] | None = None,
         uploads: Sequence[UploadBuffer] = (),
     ) -> HostState:
@@ -424,7 +430,7 @@ class HostState:
             self.file.used_by(job)
         return window
 
-    def prepare(self, *, step: int, deadline: int) -> tuple[int, Needs]:
+    def prepare(self, *, step: int, deadline: int) -> tuple[int, Waits]:
         """Bring the state into memory for the next job on it. Returns its deadline, and the jobs that it waits for."""
         # The job before may still run, with staleness or where a stream waits for it: it goes first, both in the queue
         # and in fact.
@@ -433,9 +439,9 @@ class HostState:
             deadline = max(deadline, before.deadline)
         after = () if before is None else (before,)
         if self.file is None:
-            return deadline, Needs(after)
+            return deadline, Waits(after)
         needs = self.file.prepare(step=step, deadline=deadline)
-        return deadline, Needs((*after, *needs.after), needs.behind)
+        return deadline, Waits((*after, *needs.after), needs.behind)
 
     def _window_job(
         self,
@@ -443,7 +449,7 @@ class HostState:
         weights: Tensor | None,
         upload: Tensor,
         inputs: list[Ticket],
-        needs: Needs,
+        needs: Waits,
         *,
         deadline: int,
         step: int,

@@ -39,7 +39,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.staging_ring import Block, StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
-from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
+from zenflow_compile.runtime.host.state_store import UploadBuffer
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.nvme.cache import CachedUpload
 from zenflow_compile.runtime.nvme.chunk import Chunk

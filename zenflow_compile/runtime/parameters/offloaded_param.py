@@ -43,7 +43,7 @@ from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, Gr
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
 from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
-from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
+from zenflow_compile.runtime.host.state_store import UploadBuffer
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place

@@ -33,8 +33,7 @@ from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob
-from zenflow_compile.runtime.host.state_store import Needs
-from zenflow_compile.runtime.host.upload_buffer import UploadBuffer
+from zenflow_compile.runtime.host.state_store import UploadBuffer, Waits
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -66,7 +65,7 @@ class ExchangeJob(PythonJob):
         rows: Tensor,
         blocks: tuple[Tensor, ...],
         inputs: Sequence[Ticket],
-        needs: Needs,
+        needs: Waits,
         parts: list[slice],
         weights: Tensor | None = None,
         *,

@@ -29,7 +29,7 @@ from zenflow_compile.torch_internals import torch_private
 _T = TypeVar("_T")
 
 
-class Packing(NamedTuple):
+class RowLayout(NamedTuple):
     """Where the blocks of parameters are in a row of ``elements`` elements; the same in each row.
 
     Attributes:
@@ -40,7 +40,7 @@ class Packing(NamedTuple):
     elements: int
 
     @classmethod
-    def of(cls, sizes: Sequence[int]) -> Packing:
+    def of(cls, sizes: Sequence[int]) -> RowLayout:
         """Put blocks of these sizes, in elements, behind each other."""
         offsets = [0]
         for size in sizes:

@@ -22,10 +22,10 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import (
     Call,
-    Packing,
     Pending,
     RankError,
     RankGroup,
+    RowLayout,
     block,
     blocks_of_ranks,
     cut,
@@ -59,7 +59,7 @@ class Bucket:
         self.pending: Pending | None = None
         self._group = group
         self._dtype = dtype
-        packing = Packing.of([_most_elements(member) for member in members])
+        packing = RowLayout.of([_most_elements(member) for member in members])
         self._elements = packing.elements
         self._offset = dict(zip([member.plan.index for member in members], packing.offsets, strict=True))
         self._packed: Tensor | None = None

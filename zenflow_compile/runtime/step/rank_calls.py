@@ -42,12 +42,10 @@ class RankCalls(StepMessages):
         self._weights = WeightGather(group, device_of(device))
 
     def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
-        """See :meth:`GradientReduction.contribute`."""
         with self.group.announcing():
             self.reduction.contribute(offloaded, grad, send=send)
 
     def begin_backward(self) -> None:
-        """See :meth:`GradientReduction.begin_backward`."""
         # The last update may have brought the selection by which a gradient is split, and this rank may not have
         # fetched the parameter.
         self._weights.wait()

@@ -27,7 +27,7 @@ from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.ranks.rank_group import Packing, Pending, RankGroup, block, cut
+from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup, RowLayout, block, cut
 
 _Piece = TypeVar("_Piece")
 
@@ -122,7 +122,7 @@ class WeightGather:
         """Fill the rows that this rank sends: parameters with their offsets, and the row."""
         dtypes = [each.offloaded.plan.dtype for each in changed]
         for piece in cut(changed, [each.row_bytes for each in changed], dtypes, self._most_bytes):
-            packing = Packing.of([each.most_slices * each.offloaded.plan.length for each in piece])
+            packing = RowLayout.of([each.most_slices * each.offloaded.plan.length for each in piece])
             row = torch.zeros(packing.elements, dtype=piece[0].offloaded.plan.dtype, device=self._device.torch_device)
             for each, offset in zip(piece, packing.offsets, strict=True):
                 if each.whole:
@@ -135,7 +135,7 @@ class WeightGather:
         elements = [_flat(each).most_elements for each in params]
         sizes = [count * each.plan.dtype.itemsize for count, each in zip(elements, params, strict=True)]
         for piece in cut(params, sizes, [each.plan.dtype for each in params], self._most_bytes):
-            packing = Packing.of([_flat(each).most_elements for each in piece])
+            packing = RowLayout.of([_flat(each).most_elements for each in piece])
             row = torch.zeros(packing.elements, dtype=piece[0].plan.dtype, device=self._device.torch_device)
             for each, offset in zip(piece, packing.offsets, strict=True):
                 row[offset : offset + each.plan.numel] = each.weight.detach()
@@ -205,7 +205,7 @@ class WeightGather:
         new = [each for each in params if each.plan.whole.k and self._is_new(each)]
         if not new:
             return
-        packing = Packing.of([_share(each).most_selected for each in new])
+        packing = RowLayout.of([_share(each).most_selected for each in new])
         row = torch.zeros(packing.elements, dtype=torch.int32, device=self._device.torch_device)
         for offloaded, offset in zip(new, packing.offsets, strict=True):
             row[offset : offset + offloaded.plan.k] = offloaded.device.selection.selected
