@@ -20,7 +20,7 @@ from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_order
 from zenflow_compile.passes.load_weights import loads_of, storages_of_weights, weights_to_keep
 from zenflow_compile.passes.offload_gradients import gradient_places
-from zenflow_compile.passes.source_hash import source_hash
+from zenflow_compile.passes.pipeline import source_hash
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -28,29 +28,36 @@ from zenflow_compile.runtime.parameters.host_weights import HostWeights
 WIDTH = 80
 _NAMED = 4
 
-WHY: Mapping[Any, str] = {
-    ops.BEGIN_WEIGHTS: "the dependency token that keeps loads and unloads of weights in order",
-    ops.LOAD_WEIGHT_: "{megabytes} from host memory, for the uses below",
-    ops.UNLOAD_WEIGHT_: "gives {megabytes} of device memory back",
-    ops.BEGIN_BACKWARD: "the dependency token that keeps the nodes below in order",
-    ops.COLUMN_NORMS: "right after the gradient, in one read: squared norms of its {slices} {unit}, and both parts",
-    ops.SELECT_COLUMNS: "the {k} {unit} that the device updates itself: the current selection",
-    ops.SPLIT_COLUMNS: "{k} {unit} stay, {deferred} go to the host; the gradient's memory is free after this",
-    ops.COPY_TO_HOST: "as early as the gradient exists: the copy overlaps with the rest of the backward",
-    ops.REDUCE_GRADIENT: "averaged over ranks: of its {whole} {unit} this rank gets {slices} when the next gradient is "
-    "sent; {k} of them stay, {deferred} go to the host",
-    ops.ADAM_COLUMNS_: "AdamW on {k} {unit}, after the last read of the parameter",
-    ops.UPDATE_ON_HOST: "the gradient is final; {when}",
-    ops.COPY_TO_DEVICE_: "as late as possible: waits for the deferred {unit} just before their first use",
+PARTS: Mapping[Any, tuple[str, ...]] = {
+    ops.BEGIN_WEIGHTS: ("the dependency token that keeps loads and unloads of weights in order",),
+    ops.LOAD_WEIGHT_: ("{megabytes} from host memory, for the uses below",),
+    ops.UNLOAD_WEIGHT_: ("gives {megabytes} of device memory back",),
+    ops.BEGIN_BACKWARD: ("the dependency token that keeps the nodes below in order",),
+    ops.OFFLOAD_GRADIENTS: (
+        "norms: right after the gradient, in one read: squared norms of its {slices} {unit}, and both parts",
+        "selection: the {k} {unit} that the device updates itself",
+        "split: {k} {unit} stay, {deferred} go to the host; the gradient's memory is free after this",
+        "copy: as early as the gradient exists: it overlaps with the rest of the backward",
+    ),
+    ops.REDUCE_GRADIENTS: (
+        "averaged over ranks: of its {whole} {unit} this rank gets {slices} when the next gradient is sent; {k} of "
+        "them stay, {deferred} go to the host",
+    ),
+    ops.UPDATE_PARAMETERS: (
+        "on the device: AdamW on {k} {unit}, after the last read of the parameter",
+        "on the host: the gradient is final; {when}",
+    ),
+    ops.FETCH_PARAMETERS_: ("as late as possible: waits for the deferred {unit} just before their first use",),
 }
+"""What an inserted op does for each of its parameters, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLine:
-    """One node as text, with the reason if a pass inserted it, else None."""
+    """One node as text, with the reasons if a pass inserted it: for each parameter, one for each part of its work."""
 
     text: str
-    reason: str | None = None
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,68 +68,59 @@ class GraphRecord:
         phase: which graph of the step.
         compile_id: Dynamo's "frame/recompilation".
         counts: rewrites per pass.
-        lines: the nodes in order, before ``group_nodes``.
-        fused: how many ops replace the inserted nodes; 0 if these are not run as a graph.
+        lines: the nodes in order.
     """
 
     phase: Phase
     compile_id: str
     counts: Counts
     lines: tuple[GraphLine, ...]
-    fused: int = 0
 
     @property
     def inserted(self) -> int:
         """How many nodes the passes inserted."""
-        return sum(line.reason is not None for line in self.lines)
+        return sum(bool(line.reasons) for line in self.lines)
 
 
 def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> GraphRecord:
     """Run the pipeline over ``gm`` and return what ``explain`` prints of it."""
-    unfused: list[GraphRecord] = []
-
-    def record(counts: Counts) -> None:
-        unfused.append(GraphRecord(ctx.phase, compile_id, counts, graph_lines(gm, ctx)))
-
-    run_pipeline(gm, ctx, before_grouping=record)
-    return replace(unfused[0], fused=sum(engine_of(node) == ctx.engine_id for node in gm.graph.nodes))
+    return GraphRecord(ctx.phase, compile_id, run_pipeline(gm, ctx), graph_lines(gm, ctx))
 
 
 def graph_lines(gm: GraphModule, ctx: PassContext) -> tuple[GraphLine, ...]:
     """Every node of the graph, with the reasons of the nodes that were inserted for the engine."""
-    return tuple(GraphLine(format_node(node), reason(node, ctx)) for node in gm.graph.nodes)
+    return tuple(GraphLine(format_node(node), reasons(node, ctx)) for node in gm.graph.nodes)
 
 
-def engine_of(node: Node) -> Any:
-    """The id of the engine that an inserted node is for; None for the model's own nodes."""
+def reasons(node: Node, ctx: PassContext) -> tuple[str, ...]:
+    """Why the node was inserted for this engine; empty for the model's own nodes and those of other engines."""
     if (merged := node.meta.get(MERGED)) is not None:
-        return merged[0]
-    if node.op != "call_function" or not str(node.target).startswith("zenflow."):
-        return None
-    return node.args[0] if node.target in (ops.BEGIN_BACKWARD, ops.BEGIN_WEIGHTS) else node.args[-2]
-
-
-def reason(node: Node, ctx: PassContext) -> str | None:
-    """Why the node was inserted for this engine; None for the model's own nodes and those of other engines."""
-    if engine_of(node) != ctx.engine_id:
-        return None
-    if (merged := node.meta.get(MERGED)) is not None:
-        return f"{ctx.plan.params[merged[1]].name}: the graph has it at several inputs; its gradients become one"
+        engine_id, p = merged
+        name = ctx.plan.params[p].name
+        why = f"{name}: the graph has it at several inputs; its gradients become one"
+        return (why,) if engine_id == ctx.engine_id else ()
     if node.target in (ops.BEGIN_BACKWARD, ops.BEGIN_WEIGHTS):
-        return WHY[node.target]
-    p = node.args[-1]
-    assert isinstance(p, int), "explain shows graphs before group_nodes"
-    param = ctx.plan.params[p]
-    why = WHY[node.target].format(
-        slices=param.slices,
-        whole=param.whole.slices,
-        k=param.k,
-        deferred=param.deferred,
-        unit=unit(param),
-        megabytes=f"{param.weight_bytes / 1e6:.3g} MB",
-        when=window(param, adaptive=ctx.plan.adaptive),
-    )
-    return f"{param.name}: {why}"
+        return PARTS[node.target] if node.args[0] == ctx.engine_id else ()
+    if node.target not in PARTS or node.args[-2] != ctx.engine_id:
+        return ()
+    ps: Any = node.args[-1]
+    params = [ctx.plan.params[p] for p in ([ps] if isinstance(ps, int) else ps)]
+    return tuple(f"{param.name}: {part}" for param in params for part in parts(node.target, param, ctx))
+
+
+def parts(op: Any, param: ParamPlan, ctx: PassContext) -> list[str]:
+    """What ``op`` does for ``param``, in order."""
+    values = {
+        "slices": param.slices,
+        "whole": param.whole.slices,
+        "k": param.k,
+        "deferred": param.deferred,
+        "unit": unit(param),
+        "megabytes": f"{param.weight_bytes / 1e6:.3g} MB",
+        "when": window(param, adaptive=ctx.plan.adaptive),
+    }
+    on_host_only = op is ops.UPDATE_PARAMETERS and not param.k
+    return [part.format(**values) for part in PARTS[op][on_host_only:]]
 
 
 def unit(param: ParamPlan) -> str:
@@ -299,8 +297,6 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
     text = Text()
     title = textwrap.fill(f"{title}: {record.inserted} of {len(record.lines)} nodes inserted", WIDTH - 1)
     text.append(f"{title}\n", style="bold")
-    if record.fused:
-        text.append(f"  they run fused: {record.inserted} nodes as {record.fused}\n", style="dim")
     if counts := [f"{name} {count}" for name, count in record.counts if count]:
         text.append(f"  passes: {', '.join(counts)}\n", style="dim")
     for shown, positions in groupby(range(len(record.lines)), lambda position: full or near_inserted(record, position)):
@@ -309,18 +305,19 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
             text.append(f"    ... {len(lines)} more nodes\n", style="dim")
             continue
         for line in lines:
-            if line.reason is None:
-                text.append(f"    {shorten(line.text)}\n", style="dim")
-            else:
+            if line.reasons:
                 text.append(f"  + {shorten(line.text)}\n", style="green")
-                why = textwrap.fill(line.reason, WIDTH - 1, initial_indent="      # ", subsequent_indent="      # ")
+            else:
+                text.append(f"    {shorten(line.text)}\n", style="dim")
+            for reason in line.reasons:
+                why = textwrap.fill(reason, WIDTH - 1, initial_indent="      # ", subsequent_indent="      # ")
                 text.append(f"{why}\n", style="cyan")
     return text
 
 
 def near_inserted(record: GraphRecord, position: int) -> bool:
     """Whether the node at ``position``, or one directly before or after it, was inserted."""
-    return any(line.reason is not None for line in record.lines[max(position - 1, 0) : position + 2])
+    return any(bool(line.reasons) for line in record.lines[max(position - 1, 0) : position + 2])
 
 
 def shorten(text: str) -> str:

@@ -27,12 +27,20 @@ def test_shows_plan_and_graphs(recording: Callable[..., RecordingEngine]) -> Non
     found = explain(compiled, console=Console(file=out, width=200))
     printed = out.getvalue()
     assert [record.phase for record in found.graphs] == [Phase.FORWARD, Phase.BACKWARD]
-    assert [record.inserted for record in found.graphs] == [2, 9]
-    assert [record.fused for record in (*found.graphs, found.step)] == [1, 2, 0]
-    assert "they run fused: 9 nodes as 2" in printed
+    assert [record.inserted for record in found.graphs] == [1, 2]
+    (offload,) = (line for line in found.graphs[1].lines if "zenflow.offload_gradients" in line.text)
+    kinds = ["norms", "selection", "split", "copy"]
+    names = [reason.split(": ")[:2] for reason in offload.reasons]
+    assert names == [[name, kind] for name in ("2.weight", "0.weight") for kind in kinds]
     assert max(len(line) for line in printed.splitlines()) <= 80
     assert "\x1b" not in printed
-    for expected in ("2.weight", "8/16 columns", "zenflow.copy_to_host", "update_on_host", "more nodes"):
+    for expected in (
+        "2.weight",
+        "8/16 columns",
+        "zenflow.offload_gradients",
+        "on the host: the gradient is final",
+        "more nodes",
+    ):
         assert expected in printed
     assert str(found).split() == printed.split()
     full = io.StringIO()
@@ -50,7 +58,7 @@ def test_merged_gradients_are_explained(recording: Callable[..., RecordingEngine
     backward = explain(compiled, console=Console(file=io.StringIO())).graphs[-1]
     assert dict(backward.counts)["merge_gradients"] == 1
     (line,) = (line for line in backward.lines if line.text.startswith("merged_gradient"))
-    assert line.reason == "0.weight: the graph has it at several inputs; its gradients become one"
+    assert line.reasons == ("0.weight: the graph has it at several inputs; its gradients become one",)
 
 
 def test_adaptive_windows_have_no_fixed_length() -> None:

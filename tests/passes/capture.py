@@ -12,11 +12,8 @@ from torch.fx import GraphModule
 
 from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import GraphPass, PassContext, Phase
-from zenflow_compile.passes.group_nodes import group_nodes
-from zenflow_compile.passes.pipeline import PIPELINES, Counts, run_pipeline
+from zenflow_compile.passes.pipeline import Counts, run_pipeline
 from zenflow_compile.torch_internals import torch_private_compiler as private
-
-UNFUSED = {phase: tuple(p for p in passes if p is not group_nodes) for phase, passes in PIPELINES.items()}
 
 
 class Small(nn.Module):
@@ -48,7 +45,7 @@ class Capture:
     """
 
     engine: RecordingEngine
-    passes: dict[Phase, Sequence[GraphPass]]
+    passes: Mapping[Phase, Sequence[GraphPass]]
     before: dict[Phase, str] = field(default_factory=dict)
     after: dict[Phase, GraphModule] = field(default_factory=dict)
     contexts: dict[Phase, PassContext] = field(default_factory=dict)
@@ -119,3 +116,8 @@ def assert_taken(engine: RecordingEngine, model: nn.Module, expected: Mapping[st
             torch.testing.assert_close(engine.received[p], expected[name])
         else:
             torch.testing.assert_close(param.grad, expected[name])
+
+
+def matrices(count: int) -> nn.ParameterList:
+    """Matrices of 64 bytes."""
+    return nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(count)])

@@ -390,7 +390,7 @@ def test_explanation_says_what_is_loaded(close: list[Serving]) -> None:
     torch.compile(model, **EAGER_BACKEND)(torch.randn(3, 8)).sum().backward()
     forward = next(record for record in engine.graphs if record.phase is Phase.FORWARD)
     assert dict(forward.counts)["load_weights"] == 4
-    reasons = [line.reason for line in forward.lines if "load_weight" in line.text]
+    reasons = [reason for line in forward.lines if "load_weight" in line.text for reason in line.reasons]
     assert sorted(str(reason) for reason in reasons) == [
         "bias: 3.2e-05 MB from host memory, for the uses below",
         "bias: gives 3.2e-05 MB of device memory back",

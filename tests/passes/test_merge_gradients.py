@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from tests.passes.capture import UNFUSED, Capture, Small, inputs
+from tests.passes.capture import Capture, Small, inputs
 from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import GraphPass, Phase
 from zenflow_compile.passes.merge_gradients import MERGED, merge_gradients
+from zenflow_compile.passes.pipeline import PIPELINES
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -38,7 +39,7 @@ def call_twice(
     distinct: Sequence[Tensor],
     same: Sequence[Tensor],
     engine: RecordingEngine,
-    passes: Mapping[Phase, Sequence[GraphPass]] = UNFUSED,
+    passes: Mapping[Phase, Sequence[GraphPass]] = PIPELINES,
 ) -> tuple[Capture, tuple[Tensor, ...]]:
     """Call one compiled function with distinct parameters, then with one of them at several inputs.
 
@@ -46,7 +47,7 @@ def call_twice(
         What the second call left, and what eager's gradients of it are, in the order of ``same``.
     """
     x = torch.randn(3, 4)
-    capture = Capture(engine, dict(passes))
+    capture = Capture(engine, passes)
     compiled = torch.compile(function, backend=capture.backend_per_call)
     compiled(x, *distinct).pow(2).sum().backward()
     for param in engine.params:
@@ -67,7 +68,7 @@ def test_two_inputs_give_one_gradient(recording: Recording) -> None:
     engine = recording(weights)
     capture, expected = call_twice(chain, (weights.a, weights.b), (weights.a, weights.a), engine)
     assert capture.counts[Phase.BACKWARD][0] == ("merge_gradients", 1)
-    assert engine.runs("copy_to_host") == {0: 1}
+    assert engine.runs("offload_gradients") == {0: 1}
     assert weights.a.grad is None
     torch.testing.assert_close(engine.received, {0: expected[0]})  # eager adds up the gradients of both arguments
     capture.assert_idempotent(Phase.BACKWARD)
@@ -146,7 +147,7 @@ def test_weight_gradients_still_take_forward_order(recording: Recording) -> None
     distinct, same = (weights.a, weights.b, weights.c), (weights.a, weights.a, weights.c)
     capture, expected = call_twice(function, distinct, same, engine)
     assert dict(capture.counts[Phase.BACKWARD])["order_gradients"] == 2
-    assert [p for op, p in engine.trace if op == "copy_to_host"][-2:] == [0, 2]
+    assert [p for op, p in engine.trace if op == "offload_gradients"][-2:] == [0, 2]
     torch.testing.assert_close(engine.received, {0: expected[0], 2: expected[2]})
 
 
@@ -163,7 +164,7 @@ def test_no_update_between_reads_of_two_inputs(recording: Recording) -> None:
     capture, _ = call_twice(function, distinct, same, engine)
     inputs_of_backward = private.aot_inputs(capture.after[Phase.BACKWARD].graph)
     assert {index for p, index in capture.contexts[Phase.BACKWARD].params if p in (0, 2)} <= set(inputs_of_backward)
-    assert engine.runs("update_on_host") == engine.runs("adam_columns_") == {2: 1}
+    assert engine.runs("update_parameters") == {2: 1}
     capture.assert_idempotent(Phase.BACKWARD)
 
 
@@ -174,11 +175,11 @@ def test_each_input_is_fetched(recording: Recording) -> None:
     graph = capture.after[Phase.FORWARD].graph
     fetched = set()
     for node in graph.nodes:
-        if node.target is ops.COPY_TO_DEVICE_:
-            fetched.add(node.args[0])
+        if node.target is ops.FETCH_PARAMETERS_:
+            fetched.update(node.args[0])
         elif node.op == "call_function":
             reads = {each for each in node.all_input_nodes if each.op == "placeholder"}
             assert {each for each in reads if tuple(each.meta["val"].shape) == (4, 4)} <= fetched
     assert len(fetched) == 2
-    assert engine.runs("copy_to_device_") == {0: 2}
+    assert engine.runs("fetch_parameters_") == {0: 2}
     capture.assert_idempotent(Phase.FORWARD)

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.passes.capture import UNFUSED, Capture, reference_gradients
+from tests.passes.capture import Capture, reference_gradients
 from tests.support.recording import RecordingEngine
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.order_gradients import exclusive_cone, order_gradients, written_memory
 from zenflow_compile.passes.pipeline import PIPELINES
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
+
+pytestmark = pytest.mark.usefixtures("ungrouped")
 
 LAYERS, WIDTH, BATCH = 5, 8, 3
 PLENTY = 1 << 20
@@ -23,8 +25,8 @@ def deep() -> nn.Module:
 
 
 def order_of_copies(capture: Capture) -> list[int]:
-    nodes = capture.after[Phase.BACKWARD].graph.find_nodes(op="call_function", target=ops.COPY_TO_HOST)
-    return [node.args[-1] for node in nodes]
+    nodes = capture.after[Phase.BACKWARD].graph.find_nodes(op="call_function", target=ops.OFFLOAD_GRADIENTS)
+    return [p for node in nodes for p in node.args[-1]]
 
 
 def run(recording: Callable[..., RecordingEngine], weight_grad_bytes: int, **options: bool) -> Capture:
@@ -34,11 +36,11 @@ def run(recording: Callable[..., RecordingEngine], weight_grad_bytes: int, **opt
     expected = reference_gradients(model, x)
     options = {"finalizes_in_backward": True, **options}
     engine = recording(model, weight_grad_bytes=weight_grad_bytes, **options)
-    capture = Capture(engine, UNFUSED)
+    capture = Capture(engine, PIPELINES)
     capture.run(model, x)
     for p, name in enumerate(expected):
         assert torch.equal(engine.received[p], expected[name])
-    ran = [p for op, p in engine.trace if op == "copy_to_host"]
+    ran = [p for op, p in engine.trace if op == "offload_gradients"]
     assert ran == order_of_copies(capture), "what ran is not what the graph says"
     return capture
 
@@ -53,7 +55,7 @@ def test_input_gradients_come_first(recording: Callable[..., RecordingEngine]) -
     assert dict(capture.counts[Phase.BACKWARD])["order_gradients"] == LAYERS
     nodes = list(capture.after[Phase.BACKWARD].graph.nodes)
     gemms = [nodes.index(node) for node in nodes if node.target is torch.ops.aten.mm.default]
-    received = [nodes.index(node) for node in nodes if node.target is ops.COLUMN_NORMS]
+    received = [nodes.index(node) for node in nodes if node.target is ops.OFFLOAD_GRADIENTS]
     assert len(gemms) == 2 * LAYERS - 1, "the input of the model needs no gradient"
     assert sum(gemm < received[0] for gemm in gemms) == LAYERS, "the chain and the first layer's weight gradient"
     capture.assert_idempotent(Phase.BACKWARD)
@@ -75,13 +77,13 @@ def test_updates_follow_their_gradients(recording: Callable[..., RecordingEngine
     """Each update starts before the next layer's gradient is computed: that is what the order is for."""
     capture = run(recording, PLENTY)
     graph = capture.after[Phase.BACKWARD].graph
-    ours = [node for node in graph.nodes if node.target in (ops.UPDATE_ON_HOST, ops.COLUMN_NORMS)]
-    updated = [node.args[-1] for node in ours if node.target is ops.UPDATE_ON_HOST]
+    ours = [node for node in graph.nodes if node.target in (ops.UPDATE_PARAMETERS, ops.OFFLOAD_GRADIENTS)]
+    updated = [node.args[-1][0] for node in ours if node.target is ops.UPDATE_PARAMETERS]
     assert updated == [1, 2, 3, 4], "the first layer's weight is no input of this backward"
     for p in updated[:-1]:
-        update = next(i for i, node in enumerate(ours) if node.target is ops.UPDATE_ON_HOST and node.args[-1] == p)
-        assert ours[update + 1].target is ops.COLUMN_NORMS
-        assert ours[update + 1].args[-1] == p + 1
+        update = next(i for i, node in enumerate(ours) if node.target is ops.UPDATE_PARAMETERS and node.args[-1] == [p])
+        assert ours[update + 1].target is ops.OFFLOAD_GRADIENTS
+        assert ours[update + 1].args[-1] == [p + 1]
 
 
 def test_nodes_with_other_readers_stay() -> None:

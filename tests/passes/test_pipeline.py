@@ -4,7 +4,6 @@ import pytest
 
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.fetch_parameters import fetch_parameters
-from zenflow_compile.passes.group_nodes import group_nodes
 from zenflow_compile.passes.load_weights import load_weights
 from zenflow_compile.passes.pipeline import PIPELINES, check_order
 from zenflow_compile.passes.update_parameters import update_parameters
@@ -32,16 +31,6 @@ def test_loads_come_behind_fetches_and_updates() -> None:
         check_order((load_weights,), Phase.BACKWARD)
 
 
-def test_pass_after_grouping() -> None:
-    with pytest.raises(ValueError, match="fetch_parameters comes after group_nodes"):
-        check_order((group_nodes, fetch_parameters), Phase.FORWARD)
-
-
 def test_pass_names_are_unique() -> None:
     passes = {each for pipeline in PIPELINES.values() for each in pipeline}
     assert len({each.__name__ for each in passes}) == len(passes)
-
-
-@pytest.mark.parametrize("phase", PIPELINES)
-def test_every_pipeline_ends_with_grouping(phase: Phase) -> None:
-    assert PIPELINES[phase][-1] is group_nodes

@@ -21,8 +21,7 @@ from tests.passes.capture import Capture, Small, inputs
 from tests.support.recording import RecordingEngine
 from zenflow_compile.backend import zenflow
 from zenflow_compile.passes.base import Phase
-from zenflow_compile.passes.pipeline import PIPELINES
-from zenflow_compile.passes.source_hash import SOURCES, source_hash
+from zenflow_compile.passes.pipeline import PIPELINES, SOURCES, source_hash
 from zenflow_compile.runtime.trace_annotations import event_name
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
@@ -68,10 +67,9 @@ def test_trace_has_the_graph_after_each_pass(artifacts: dict[str, str], recordin
     assert list(ours) == expected
     backward = {name.rpartition(f"{engine.id}_")[2]: text for name, text in ours.items() if "backward" in name}
     assert "zenflow" not in backward["before"]
-    assert re.match(r"# select_columns: 3 edits in \d+\.\d+ ms\n", backward["after_select_columns"])
-    assert "zenflow.column_norms" in backward["after_offload_gradients"]
-    assert "zenflow.column_norms" not in backward["after_group_nodes"]
-    assert "zenflow.offload_gradients" in backward["after_group_nodes"]
+    assert re.match(r"# offload_gradients: 3 edits in \d+\.\d+ ms\n", backward["after_offload_gradients"])
+    assert "zenflow.offload_gradients" not in backward["after_order_gradients"]
+    assert "zenflow.offload_gradients" in backward["after_offload_gradients"]
 
 
 def test_graphs_are_printed_only_for_a_trace(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +95,14 @@ class OneLine(nn.Module):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_inserted_nodes_show_the_users_line(grouped: bool, recording: Recording) -> None:
+def test_inserted_nodes_show_the_users_line(
+    grouped: bool, recording: Recording, request: pytest.FixtureRequest
+) -> None:
+    if not grouped:
+        request.getfixturevalue("ungrouped")
     model = OneLine()
     engine = recording(model, finalizes_in_backward=True)
-    passes = {phase: each if grouped else each[:-1] for phase, each in PIPELINES.items()}
-    capture = Capture(engine, passes)
+    capture = Capture(engine, PIPELINES)
     capture.run(model, torch.randn(3, 8, requires_grad=True))
     lines, first = inspect.getsourcelines(OneLine.forward)
     offset = 1 if grouped else 2  # a group shows the line of its last gradient, which is the first layer's
@@ -113,19 +114,19 @@ def test_inserted_nodes_show_the_users_line(grouped: bool, recording: Recording)
             assert node.meta["stack_trace"]
             assert node.meta["from_node"][-1].pass_name == "zenflow"
     backward = capture.after[Phase.BACKWARD]
-    name = "offload_gradients" if grouped else "copy_to_host"
-    before, _, _ = private.printed_graph(backward).partition(f"zenflow.{name}")
+    before, _, _ = private.printed_graph(backward).partition("zenflow.offload_gradients")
     shown = [line for line in before.splitlines() if "# File:" in line][-1]
     assert f"{__file__}:{first + offset}" in shown
     assert lines[offset].partition("#")[0].strip() in shown
 
 
+@pytest.mark.usefixtures("ungrouped")
 def test_nodes_have_the_module_path(recording: Recording) -> None:
     model = OneLine()
-    capture = Capture(recording(model), {phase: passes[:-1] for phase, passes in PIPELINES.items()})
+    capture = Capture(recording(model), PIPELINES)
     capture.run(model, torch.randn(3, 8))
     nodes = capture.after[Phase.FORWARD].graph.nodes
-    (fetch,) = (node for node in nodes if node.name == "copy_to_device_1")
+    (fetch,) = (node for node in nodes if node.name == "fetch_parameters_1")
     assert any("up" in path for path, _ in fetch.meta["nn_module_stack"].values())
 
 
@@ -135,7 +136,7 @@ def test_source_hash_follows_the_passes(tmp_path: Path) -> None:
     shutil.copytree(package, twin, ignore=shutil.ignore_patterns("__pycache__"))
 
     def hash_of_twin() -> str:
-        found: str = run_path(str(twin / "passes" / "source_hash.py"))["source_hash"]()
+        found: str = run_path(str(twin / "passes" / "pipeline.py"))["source_hash"]()
         return found
 
     assert hash_of_twin() == hash_of_twin() == source_hash()
@@ -167,8 +168,7 @@ def test_profiler_shows_phases_and_parameters(recording: Recording) -> None:
     names = {event.name for event in recorded.events()}
     assert {
         "zenflow::fetch (0.weight, 2.weight)",
-        "zenflow::offload (2.weight)",
-        "zenflow::offload (0.weight)",
+        "zenflow::offload (2.weight, 0.weight)",
         "zenflow::update (2.weight)",
     } <= names
 

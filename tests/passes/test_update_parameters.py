@@ -4,53 +4,108 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from tests.passes.capture import OFFLOADED, UNFUSED, Capture, Small, inputs, reference_gradients
+from tests.passes.capture import OFFLOADED, Capture, Small, inputs, matrices, reference_gradients
 from tests.support.recording import RecordingEngine
-from zenflow_compile.passes.base import Phase
-from zenflow_compile.passes.graph_edits import written_inputs
+from zenflow_compile.passes import update_parameters as updating
+from zenflow_compile.passes.base import Phase, written_inputs
 from zenflow_compile.passes.offload_gradients import offload_gradients
-from zenflow_compile.passes.select_columns import select_columns
-from zenflow_compile.passes.update_parameters import build_step_graph, update_parameters
-from zenflow_compile.planning.plan import Placement
+from zenflow_compile.passes.pipeline import PIPELINES
+from zenflow_compile.passes.update_parameters import build_step_graph, update_groups, update_parameters
+from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
-def nodes(graph: GraphModule, op: object) -> list[torch.fx.Node]:
-    found: list[torch.fx.Node] = graph.graph.find_nodes(op="call_function", target=op)
+def nodes(graph: GraphModule, op: object) -> list[Node]:
+    found: list[Node] = graph.graph.find_nodes(op="call_function", target=op)
     return found
 
 
-def test_updates_come_as_early_as_possible(recording: Callable[..., RecordingEngine]) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_updates_come_as_early_as_possible(
+    grouped: bool, recording: Callable[..., RecordingEngine], request: pytest.FixtureRequest
+) -> None:
     """An update comes after the parameter's last read and its gradient's copy, before any unrelated node."""
+    if not grouped:
+        request.getfixturevalue("ungrouped")
     model, x = Small(), inputs()
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)
-    capture = Capture(engine, UNFUSED)
+    capture = Capture(engine, PIPELINES)
     capture.run(model, x)
     backward = capture.after[Phase.BACKWARD]
-    updates = nodes(backward, ops.UPDATE_ON_HOST)
+    updates = nodes(backward, ops.UPDATE_PARAMETERS)
     assert updates, "no parameter is an input of this backward: the test shows nothing"
-    assert len(updates) == len(nodes(backward, ops.ADAM_COLUMNS_)) == len(written_inputs(backward.graph))
+    updated = [p for node in updates for p in node.args[-1]]  # type: ignore[union-attr]
+    weights = [weight for node in updates for weight in node.args[0]]  # type: ignore[union-attr]
+    assert len(updated) == len(weights) == len(written_inputs(backward.graph))
     position = {node: number for number, node in enumerate(backward.graph.nodes)}
     last_gemm = max(position[node] for node in nodes(backward, torch.ops.aten.mm.default))
-    assert min(position[node] for node in updates) < last_gemm
-    for write in nodes(backward, ops.ADAM_COLUMNS_):
-        param, p = write.args[0], write.args[-1]
-        reads = private.readers_of_memory(backward.graph, [param])[param]  # type: ignore[list-item, index]
-        own_copy = next(node for node in nodes(backward, ops.COPY_TO_HOST) if node.args[-1] == p)
-        assert position[own_copy] < position[write]
-        assert max(position[node] for node in reads) == position[write]
-    assert engine.runs("update_on_host") == {node.args[-1]: 1 for node in updates}
-    assert engine.runs("adam_columns_") == engine.runs("update_on_host")
+    assert (min(position[node] for node in updates) < last_gemm) == (not grouped)
+    for write in updates:
+        ps, written = write.args[-1], write.args[0]
+        reads = private.readers_of_memory(backward.graph, list(written))  # type: ignore[arg-type]
+        copies = [node for node in nodes(backward, ops.OFFLOAD_GRADIENTS) if set(node.args[-1]) & set(ps)]  # type: ignore[arg-type]
+        assert max(position[node] for node in copies) < position[write]
+        assert all(max(position[node] for node in each) == position[write] for each in reads.values())
+    assert engine.runs("update_parameters") == dict.fromkeys(updated, 1)
     for p, name in enumerate(expected):
         if p in OFFLOADED:
             torch.testing.assert_close(engine.received[p], expected[name])
     capture.assert_idempotent(Phase.BACKWARD)
 
 
+@pytest.mark.parametrize(
+    ("steps", "small_bytes", "together_bytes", "grouped"),
+    [
+        # Only later than where an update stands is behind the parameter's last read.
+        ("cuuguc", 0, 0, "cg(012)c"),  # nothing of the model's between them
+        ("ucuuc", 0, 0, "(0)c(12)c"),
+        ("ucucuc", 64, 1000, "cc(012)c"),  # small
+        ("ucucuc", 63, 1000, "(0)c(1)c(2)c"),
+        ("ucucuc", 64, 64, "c(01)c(2)c"),  # small, but not together
+    ],
+)
+def test_update_groups(
+    steps: str,
+    small_bytes: int,
+    together_bytes: int,
+    grouped: str,
+    recording: Callable[..., RecordingEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph by hand: after a view ``u`` may be updated; ``c`` computes, ``g`` is of a gradient."""
+    monkeypatch.setattr(updating, "SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(updating, "TOGETHER_BYTES", together_bytes)
+    params = recording(matrices(3)).plan.params
+    graph = Graph()
+    weight = graph.placeholder("weight")
+    targets = {
+        "u": torch.ops.aten.permute.default,
+        "c": torch.ops.aten.relu.default,
+        "g": ops.OFFLOAD_GRADIENTS,
+    }
+    names: dict[Node, str] = {}
+    ready: dict[Node, list[tuple[ParamPlan, Node]]] = {}
+    for step in steps:
+        node = graph.call_function(targets[step], (weight,))
+        if step == "u":
+            ready[node] = [(params[len(ready)], weight)]
+        else:
+            names[node] = step
+    graph.output(())
+    groups = dict(update_groups(graph, ready))
+    found = ""
+    for node in graph.nodes:
+        found += names.get(node, "")
+        if node in groups:
+            found += "".join(str(param.index) for param, _ in groups[node]).join("()")
+    assert found == grouped
+
+
+@pytest.mark.usefixtures("ungrouped")
 def test_late_read_of_a_view_postpones_the_update(recording: Callable[..., RecordingEngine]) -> None:
     """The graph reads the weight's memory again after its gradient is complete, through a transposed view."""
 
@@ -67,11 +122,11 @@ def test_late_read_of_a_view_postpones_the_update(recording: Callable[..., Recor
     model, x = Twice(), torch.randn(3, 4)
     expected = reference_gradients(model, x)
     engine = recording(model, finalizes_in_backward=True)
-    capture = Capture(engine, UNFUSED)
+    capture = Capture(engine, PIPELINES)
     capture.run(model, x)
     backward = capture.after[Phase.BACKWARD]
-    write = next(node for node in nodes(backward, ops.ADAM_COLUMNS_) if node.args[-1] == 1)
-    copy = next(node for node in nodes(backward, ops.COPY_TO_HOST) if node.args[-1] == 1)
+    write = next(node for node in nodes(backward, ops.UPDATE_PARAMETERS) if 1 in node.args[-1])  # type: ignore[operator]
+    copy = next(node for node in nodes(backward, ops.OFFLOAD_GRADIENTS) if node.args[-1] == [1])
     between = list(backward.graph.nodes)
     between = between[between.index(copy) : between.index(write)]
     assert torch.ops.aten.mm.default in {node.target for node in between}
@@ -90,7 +145,7 @@ def test_saved_view_postpones_the_update(recording: Callable[..., RecordingEngin
             return torch.sin(x @ (self.weight * self.gate))
 
     model = Gated()
-    passes = {Phase.BACKWARD: (select_columns, offload_gradients)}
+    passes = {Phase.BACKWARD: (offload_gradients,)}
     capture = Capture(recording(model, finalizes_in_backward=True), passes)
     capture.run(model, torch.randn(3, 4))
     backward, ctx = capture.after[Phase.BACKWARD], capture.contexts[Phase.BACKWARD]
@@ -106,10 +161,10 @@ def test_saved_view_postpones_the_update(recording: Callable[..., RecordingEngin
 def test_step_keeps_its_updates(recording: Callable[..., RecordingEngine]) -> None:
     model = Small()
     engine = recording(model)
-    capture = Capture(engine, UNFUSED)
+    capture = Capture(engine, PIPELINES)
     capture.run(model, inputs())
     assert dict(capture.counts[Phase.BACKWARD])["update_parameters"] == 0
-    assert not engine.runs("update_on_host")
+    assert not engine.runs("update_parameters")
 
 
 @pytest.mark.parametrize("placement", [Placement.SPLIT_COLUMNS, Placement.HOST])
@@ -120,10 +175,9 @@ def test_step_graph(placement: Placement, recording: Callable[..., RecordingEngi
     params = [engine.params[p] for p in engine.offloaded()]
     assert len(step.graph.find_nodes(op="placeholder")) == len(params)
     assert step(*params) == ()
-    once = dict.fromkeys(OFFLOADED, 1)
-    assert engine.runs("update_on_host") == once
-    assert engine.runs("adam_columns_") == (once if placement is Placement.SPLIT_COLUMNS else {})
-    assert not engine.runs("begin_backward")
+    assert engine.executed == {("update_parameters", p): 1 for p in OFFLOADED}
+    (update,) = step.graph.find_nodes(op="call_function", target=ops.UPDATE_PARAMETERS)
+    assert len(update.args[0]) == (len(params) if placement is Placement.SPLIT_COLUMNS else 0)
 
 
 def test_step_graph_of_nothing(recording: Callable[..., RecordingEngine]) -> None:

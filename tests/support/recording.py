@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zenflow_compile.planning.partition import divide
@@ -26,8 +25,7 @@ class RecordingEngine:
     Attributes:
         executed: how often each node ran, by ``(op name, p)``; p is None for ``begin_backward``.
         trace: the same in order.
-        received: the sum of each parameter's gradients; for unfused nodes, rebuilt from the arguments of
-            ``split_columns``.
+        received: the sum of each parameter's gradients.
         fetches: the parameters of each ``fetch_parameters_``.
         offloads: the parameters of each ``offload_gradients`` or ``reduce_gradients``.
     """
@@ -56,7 +54,6 @@ class RecordingEngine:
         self.received: dict[int, Tensor] = {}
         self.fetches: list[list[int]] = []
         self.offloads: list[list[int]] = []
-        self._staged: dict[int, Tensor] = {}
         self.params = [param for _, param in named]
         self._index = {id(param): p for p, param in enumerate(self.params)}
         plan = Plan(
@@ -117,17 +114,11 @@ class RecordingEngine:
     def begin_backward(self) -> None:
         self._note("begin_backward")
 
-    def reduce_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
-        self._take("reduce_gradients", ps, grads)
-
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
-        self._take("offload_gradients", ps, grads)
-
-    def _take(self, op: str, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
         self.offloads.append(list(ps))
         for p, grad in zip(ps, grads, strict=True):
             assert grad.shape == self.params[p].shape, "the gradient of one parameter was offloaded as another's"
-            self._note(op, p)
+            self._note("offload_gradients", p)
             self.received[p] = self.received[p] + grad if p in self.received else grad.clone()
 
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
@@ -165,38 +156,6 @@ class RecordingEngine:
 
     def inference(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def column_norms(self, p: int, grad: Tensor) -> Tensor:
-        self._note("column_norms", p)
-        return grad.reshape(grad.shape[0], -1).float().pow(2).sum(0)
-
-    def select_columns(self, p: int, norms: Tensor) -> Tensor:
-        self._note("select_columns", p)
-        return norms.topk(self.plan.params[p].k).indices.to(torch.int32)
-
-    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
-        self._note("split_columns", p)
-        flat = grad.reshape(grad.shape[0], -1)
-        kept = flat[:, selected.long()].clone()
-        deferred = flat.clone()
-        deferred[:, selected.long()] = 0
-        deferred[:, selected.long()] += kept
-        self._staged[p] = deferred.reshape(grad.shape)
-
-    def copy_to_host(self, p: int) -> None:
-        self._note("copy_to_host", p)
-        grad = self._staged.pop(p)
-        self.received[p] = self.received[p] + grad if p in self.received else grad
-
-    def adam_columns_(self, p: int, param: Tensor) -> None:
-        self._note("adam_columns_", p)
-
-    def update_on_host(self, p: int) -> None:
-        self._note("update_on_host", p)
-
-    def copy_to_device_(self, p: int, param: Tensor) -> None:
-        assert param.data_ptr() == self.params[p].data_ptr(), "the graph of one parameter ran with another"
-        self._note("copy_to_device_", p)
 
 
 def plan_of(p: int, name: str, param: Tensor, ratio: float, placement: Placement) -> ParamPlan:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.passes.base import PassContext
-from zenflow_compile.passes.graph_edits import gradient
+from zenflow_compile.passes.base import PassContext, gradient
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 MERGED = "zenflow_merged"

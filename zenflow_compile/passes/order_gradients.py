@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.passes.base import PassContext
-from zenflow_compile.passes.graph_edits import gradient, storages_written_by
+from zenflow_compile.passes.base import PassContext, gradient, storages_written_by
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 

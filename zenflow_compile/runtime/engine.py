@@ -192,14 +192,6 @@ class Engine(StepRunner):
                 if free or self._takes(offloaded, grad):
                     self._receive(offloaded, grad, split_now=split_now)
 
-    def reduce_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Take gradients of a graph and send them to the other ranks, in the order that all of them keep.
-
-        Args:
-            grads: of the parameters ``ps``.
-        """
-        self.offload_gradients(ps, grads)
-
     def _receive(self, offloaded: OffloadedParam, grad: Tensor, *, split_now: bool) -> None:
         if self.ranks is not None:
             self.ranks.contribute(offloaded, grad, send=split_now)
@@ -313,41 +305,6 @@ class Engine(StepRunner):
         in_flight = offloaded.due(self.step) or offloaded.arriving is not None
         if offloaded.returned != self.backward.task and in_flight:
             errors.refuse_stale_grad(offloaded.plan.name)
-
-    # The unfused ops: see [Note: two forms] in ``runtime.ops``.
-
-    def column_norms(self, p: int, grad: Tensor) -> Tensor:
-        """Squared norms f32[slices] of the gradient that was split last: of ``grad``, unless it accumulates."""
-        offloaded = self.offloaded[p]
-        if self.order is not None:
-            self.order.follow()
-        if self._takes(offloaded, grad):
-            offloaded.receive(offloaded.matrix_of(grad), split_now=self._split_now)
-        return offloaded.device.norms.clone()  # a graph's values must not be engine memory
-
-    def select_columns(self, p: int, norms: Tensor) -> Tensor:
-        """The current selection, i32[k]."""
-        return self.offloaded[p].device.selection.selected.clone()
-
-    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None:
-        """Do nothing: the parts were taken with the norms. The node orders the gradient's last use."""
-
-    def copy_to_host(self, p: int) -> None:
-        """Start the copy of the gradient that was split last."""
-        self.offloaded[p].copy_to_host()
-
-    def adam_columns_(self, p: int, param: Tensor) -> None:
-        """Update the selected columns, if the gradient is final."""
-        self.registry.check_storage(p, param)
-        self._update([p], deferred=False)
-
-    def update_on_host(self, p: int) -> None:
-        """Add the gradient to its update window, if it is final; flush the window if it is due."""
-        self._update([p], slices=False)
-
-    def copy_to_device_(self, p: int, param: Tensor) -> None:
-        """``fetch_parameters_`` of one parameter."""
-        self.fetch_parameters_([p], [param])
 
     # The next forward.
 

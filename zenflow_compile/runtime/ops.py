@@ -11,10 +11,9 @@ following ops mutate: a plain data dependency, which keeps FX order and prevents
 [Note: staged gradients] Selected and deferred gradients live in engine-owned memory and are never op outputs: Inductor
 reuses the buffer of an op's output inside the graph while Python still holds a reference to it.
 
-[Note: two forms] Passes insert one unfused op for each action; ``explain`` shows these. The last pass
-replaces groups of them by fused ops, which run: an op call costs microseconds, and a model has hundreds of parameters.
-The unfused ops run too, with bitwise equal results: in graphs where a user's own pass reads a value between them, and
-in the tests that compare both forms.
+[Note: one op for several parameters] An op call costs microseconds, and a model has hundreds of parameters. So one op
+serves all gradients, updates or fetches that a pass finds close to each other, and each of them does several things in
+one read of its arguments; ``explain`` shows these parts.
 """
 
 from __future__ import annotations
@@ -42,15 +41,7 @@ class EngineOps(Protocol):
     def worker_cores(self) -> tuple[int, ...]: ...
     def index_of(self, param: Tensor) -> int | None: ...
     def begin_backward(self) -> None: ...
-    def column_norms(self, p: int, grad: Tensor) -> Tensor: ...
-    def select_columns(self, p: int, norms: Tensor) -> Tensor: ...
-    def split_columns(self, p: int, grad: Tensor, selected: Tensor) -> None: ...
-    def copy_to_host(self, p: int) -> None: ...
-    def adam_columns_(self, p: int, param: Tensor) -> None: ...
-    def update_on_host(self, p: int) -> None: ...
-    def copy_to_device_(self, p: int, param: Tensor) -> None: ...
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None: ...
-    def reduce_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None: ...
     def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
     def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
@@ -208,48 +199,6 @@ def _begin_backward(engine_id: int) -> Tensor:
     return torch.zeros(1, device="cpu")
 
 
-@annotated("column_norms", _names)
-def _column_norms(grad: Tensor, engine_id: int, p: int) -> Tensor:
-    return engine(engine_id).column_norms(p, grad)
-
-
-@annotated("select", _names)
-def _select_columns(norms: Tensor, engine_id: int, p: int) -> Tensor:
-    return engine(engine_id).select_columns(p, norms)
-
-
-@annotated("split", _names)
-def _split_columns(grad: Tensor, token: Tensor, selected: Tensor, engine_id: int, p: int) -> None:
-    engine(engine_id).split_columns(p, grad, selected)
-
-
-@annotated("offload", _names)
-def _copy_to_host(token: Tensor, engine_id: int, p: int) -> None:
-    engine(engine_id).copy_to_host(p)
-
-
-@annotated("reduce", _names)
-def _reduce_gradient(grad: Tensor, token: Tensor, engine_id: int, p: int) -> None:
-    engine(engine_id).reduce_gradients([p], [grad])
-
-
-@annotated("update", _names)
-def _adam_columns_(param: Tensor, token: Tensor, engine_id: int, p: int) -> None:
-    engine(engine_id).adam_columns_(p, param)
-
-
-@annotated("update_on_host", _names)
-def _update_on_host(token: Tensor, engine_id: int, p: int) -> None:
-    engine(engine_id).update_on_host(p)
-
-
-@annotated("fetch", _names)
-def _copy_to_device_(param: Tensor, engine_id: int, p: int) -> None:
-    # A closed engine has applied all updates: the weights are final, and inference graphs may still read them.
-    if (found := _LIVE.get(engine_id)) is not None:
-        found.copy_to_device_(p, param)
-
-
 @annotated("offload", _names)
 def _offload_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).offload_gradients(ps, grads)
@@ -257,7 +206,7 @@ def _offload_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, p
 
 @annotated("reduce", _names)
 def _reduce_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
-    engine(engine_id).reduce_gradients(ps, grads)
+    engine(engine_id).offload_gradients(ps, grads)
 
 
 @annotated("update", _names)
@@ -267,19 +216,20 @@ def _update_parameters(params: Sequence[Tensor], token: Tensor, engine_id: int, 
 
 @annotated("fetch", _names)
 def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
-    if (found := _LIVE.get(engine_id)) is not None:  # see _copy_to_device_
+    # A closed engine has applied all updates: the weights are final, and inference graphs may still read them.
+    if (found := _LIVE.get(engine_id)) is not None:
         found.fetch_parameters_(ps, params)
 
 
 def _begin_weights(engine_id: int, graph: int) -> Tensor:
-    if (found := _LIVE.get(engine_id)) is not None:  # see _copy_to_device_
+    if (found := _LIVE.get(engine_id)) is not None:  # see _fetch_parameters_
         found.begin_weights(graph)
     return torch.zeros(1, device="cpu")  # as in ``begin_backward``
 
 
 @annotated("load", _names)
 def _load_weight_(inputs: Sequence[Tensor], token: Tensor, engine_id: int, p: int) -> None:
-    # A closed engine has loaded all weights: see _copy_to_device_.
+    # A closed engine has loaded all weights: see _fetch_parameters_.
     if (found := _LIVE.get(engine_id)) is not None:
         found.load_weight_(p, inputs)
 
@@ -290,40 +240,17 @@ def _unload_weight_(inputs: Sequence[Tensor], token: Tensor, engine_id: int, p: 
         found.unload_weight_(p)
 
 
-def _plan_of(engine_id: int, p: int) -> tuple[int, int]:
-    param = engine(engine_id).plan.params[p]
-    return param.slices, param.k
-
-
-def _fake_norms(grad: Tensor, engine_id: int, p: int) -> Tensor:
-    slices, _ = _plan_of(engine_id, p)
-    return grad.new_empty((slices,), dtype=torch.float32)
-
-
-def _fake_selection(norms: Tensor, engine_id: int, p: int) -> Tensor:
-    _, k = _plan_of(engine_id, p)
-    return norms.new_empty((k,), dtype=torch.int32)
-
-
 # The device of an op's first tensor is the op's for Inductor: gradients and parameters come before the token, which is
 # on the host. Otherwise generated code would leave and enter the device around each call.
 _NODES = (
     ("begin_backward(int engine) -> Tensor", _begin_backward, lambda engine_id: torch.empty(1, device="cpu")),
-    ("column_norms(Tensor grad, int engine, int p) -> Tensor", _column_norms, _fake_norms),
-    ("select_columns(Tensor norms, int engine, int p) -> Tensor", _select_columns, _fake_selection),
-    ("split_columns(Tensor grad, Tensor(a!) token, Tensor selected, int engine, int p) -> ()", _split_columns, None),
-    ("copy_to_host(Tensor(a!) token, int engine, int p) -> ()", _copy_to_host, None),
-    ("reduce_gradient(Tensor grad, Tensor(a!) token, int engine, int p) -> ()", _reduce_gradient, None),
-    ("adam_columns_(Tensor(a!) param, Tensor(b!) token, int engine, int p) -> ()", _adam_columns_, None),
-    ("update_on_host(Tensor(a!) token, int engine, int p) -> ()", _update_on_host, None),
-    ("copy_to_device_(Tensor(a!) param, int engine, int p) -> ()", _copy_to_device_, None),
     # [Note: order of loads] Only the token orders the load of one weight behind the unload of another one.
     # Without it the byte budget would hold by luck.
     ("begin_weights(int engine, int graph) -> Tensor", _begin_weights, lambda *_: torch.empty(1, device="cpu")),
     # ``inputs`` are all inputs of the graph that have the weight's memory, so that readers of each stay in place.
     ("load_weight_(Tensor(a!)[] inputs, Tensor(b!) token, int engine, int p) -> ()", _load_weight_, None),
     ("unload_weight_(Tensor(a!)[] inputs, Tensor(b!) token, int engine, int p) -> ()", _unload_weight_, None),
-    # The fused ops. Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
+    # Parameters without columns on the device (k = 0) are in ``ps`` of ``update_parameters`` only.
     ("offload_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _offload_gradients, None),
     ("reduce_gradients(Tensor[] grads, Tensor(a!) token, int engine, int[] ps) -> ()", _reduce_gradients, None),
     ("update_parameters(Tensor(a!)[] params, Tensor(b!) token, int engine, int[] ps) -> ()", _update_parameters, None),
@@ -331,40 +258,20 @@ _NODES = (
 )
 
 
-def _define() -> None:
-    for schema, kernel, fake in _NODES:
-        name = schema[: schema.index("(")]
-        _library.define(schema, tags=_TAGS)  # type: ignore[no-untyped-call]
-        _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"zenflow::{name}", fake or (lambda *args: None), lib=_library)
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None) -> Any:
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+    _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"zenflow::{name}", fake or (lambda *args: None), lib=_library)
+    op = getattr(torch.ops.zenflow, name).default
+    torch.fx.node.has_side_effect(op)
+    return op
 
 
-_define()
-
-BEGIN_BACKWARD = torch.ops.zenflow.begin_backward.default
-COLUMN_NORMS = torch.ops.zenflow.column_norms.default
-SELECT_COLUMNS = torch.ops.zenflow.select_columns.default
-SPLIT_COLUMNS = torch.ops.zenflow.split_columns.default
-COPY_TO_HOST = torch.ops.zenflow.copy_to_host.default
-ADAM_COLUMNS_ = torch.ops.zenflow.adam_columns_.default
-UPDATE_ON_HOST = torch.ops.zenflow.update_on_host.default
-COPY_TO_DEVICE_ = torch.ops.zenflow.copy_to_device_.default
-BEGIN_WEIGHTS = torch.ops.zenflow.begin_weights.default
-LOAD_WEIGHT_ = torch.ops.zenflow.load_weight_.default
-UNLOAD_WEIGHT_ = torch.ops.zenflow.unload_weight_.default
-REDUCE_GRADIENT = torch.ops.zenflow.reduce_gradient.default
-REDUCE_GRADIENTS = torch.ops.zenflow.reduce_gradients.default
-OFFLOAD_GRADIENTS = torch.ops.zenflow.offload_gradients.default
-UPDATE_PARAMETERS = torch.ops.zenflow.update_parameters.default
-FETCH_PARAMETERS_ = torch.ops.zenflow.fetch_parameters_.default
-
-_WRITING = (
-    BEGIN_BACKWARD, SPLIT_COLUMNS, COPY_TO_HOST, ADAM_COLUMNS_, UPDATE_ON_HOST, COPY_TO_DEVICE_,
-    REDUCE_GRADIENT, REDUCE_GRADIENTS, OFFLOAD_GRADIENTS, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
-    BEGIN_WEIGHTS, LOAD_WEIGHT_, UNLOAD_WEIGHT_,
-)  # fmt: skip
-for _op in _WRITING:
-    torch.fx.node.has_side_effect(_op)
-
-MUTATING = tuple(op for op in _WRITING if op._schema.is_mutable)
+OPS = tuple(_define(*node) for node in _NODES)
+(
+    BEGIN_BACKWARD, BEGIN_WEIGHTS, LOAD_WEIGHT_, UNLOAD_WEIGHT_,
+    OFFLOAD_GRADIENTS, REDUCE_GRADIENTS, UPDATE_PARAMETERS, FETCH_PARAMETERS_,
+) = OPS  # fmt: skip
+MUTATING = tuple(op for op in OPS if op._schema.is_mutable)
 """The ops that write to an argument: a parameter, a list of parameters or the token."""

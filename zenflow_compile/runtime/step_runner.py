@@ -163,36 +163,21 @@ class StepRunner(OptimizerRuntime):
                 the engine's own.
         """
         if params is not None:
-            self._check_storages(ps, params)
-        self._update(ps)
-
-    def _update(self, ps: Sequence[int], *, slices: bool = True, deferred: bool = True) -> None:
-        """Update those of ``ps`` whose gradients are final.
-
-        Args:
-            slices: the selected slices, now.
-            deferred: the others, in their update windows.
-        """
+            on_device = [p for p in ps if self.offloaded[p].plan.k]
+            for p, param in zip(on_device, params, strict=True):
+                self.registry.check_storage(p, param)
         if self.order is not None:
             self.order.follow()
         context = StepContext(self.registry, self.schedule, self.step)
         members = self._taking_part(ps, context)
         try:
-            if slices:  # first: it feeds the scores by which an update window that is flushed below re-selects
-                self._update_slices(members)
-            if deferred:
-                self._update_on_host(members, context)
+            self._update_slices(members)  # first: it feeds the scores by which a window flushed below re-selects
+            self._update_on_host(members, context)
         except BaseException as error:
             # Also an interrupt between the two: one side has taken the gradient. ``UploadScheduler`` withdraws jobs
             # that were not queued, before any wait.
             self.failure = error
             raise
-
-    def _check_storages(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
-        """Check the ``params`` that a graph has for those of ``ps`` that have columns on the device."""
-        on_device = [p for p in ps if self.offloaded[p].plan.k]
-        for p, param in zip(on_device, params, strict=True):
-            self.registry.check_storage(p, param)
 
     def _taking_part(self, ps: Sequence[int], context: StepContext) -> list[Member]:
         """Those of ``ps`` whose gradients are final."""
