@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -76,7 +77,7 @@ def update_parameters(gm: GraphModule, ctx: PassContext) -> int:
     return len(todo)
 
 
-def nodes_of(graph: Graph, op: object, ctx: PassContext) -> list[Node]:
+def nodes_of(graph: Graph, op: Any, ctx: PassContext) -> list[Node]:
     """The calls of an op that were inserted for the engine."""
     nodes: Sequence[Node] = graph.find_nodes(op="call_function", target=op)
     return [node for node in nodes if node.args[-2] == ctx.engine_id]
