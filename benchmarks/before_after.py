@@ -132,7 +132,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Entry point of ``python -m benchmarks before_after``."""
     parser = option_parser("before_after", __doc__)
     parser.add_argument("benchmark", choices=tuple(METRICS))
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{name}: run {len(collected[name])} of {given.turns}", highlight=False)
         return 0.0
 
-    checkouts = {"before": Checkout(given.against.resolve()), "after": Checkout(ROOT)}
+    checkouts = {"before": Checkout(given.against.resolve()), "after": Checkout(root)}
     works = {name: partial(turn, name, checkout) for name, checkout in checkouts.items()}
     interleaved(given.turns, works, warm_up=0)
     rows = compare(collected["before"], collected["after"])

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +46,14 @@ class Run:
 
     Attributes:
         folder: of the results; limit_s: seconds of a part, with doctor's measurement if the part needs it first.
-        tiny: as in ``Setting``.
+        tiny: as in ``Setting``; child: the command of a part's process, which gets the part's name and paths.
     """
 
     device: str
     tiny: bool
     folder: Path
     limit_s: float
+    child: Sequence[str]
 
     def path(self, part: Part) -> Path:
         """The part's results file."""
@@ -112,7 +113,7 @@ class Run:
                 arguments.append(findings)
             with log.open("w") as output:
                 process = subprocess.Popen(
-                    [*_CHILD, *map(str, arguments)],
+                    [*self.child, *map(str, arguments)],
                     cwd=ROOT,
                     env={**os.environ, **_OFFLINE},
                     stdin=subprocess.DEVNULL,
@@ -199,12 +200,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, known: Mapping[str, Part] = PARTS, child: Sequence[str] = _CHILD
+) -> int:
     """Entry point of ``python -m benchmarks gpu_evidence``; 1 if a part has failed or has run out of time."""
-    given = _parse(arguments)
+    given = _parse(arguments, known)
     folder = given.out or (Path(tempfile.mkdtemp(prefix="gpu_evidence_")) if given.tiny else common.RESULTS / _FOLDER)
-    run = Run(given.device, given.tiny, folder.resolve(), given.limit)
-    parts = [PARTS[name] for name in given.part]
+    run = Run(given.device, given.tiny, folder.resolve(), given.limit, child)
+    parts = [known[name] for name in given.part]
     if given.missing:
         parts = [part for part in parts if not run.done(part)]
     without = given.device == "cuda" and not torch.cuda.is_available()
@@ -223,10 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(status != "done" for status in statuses))
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None, known: Mapping[str, Part]) -> argparse.Namespace:
     parser = option_parser("gpu_evidence", __doc__, folder=_FOLDER)
     add = parser.add_argument
-    add("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="(all; --list prints them)")
+    add("--part", nargs="+", choices=known, default=list(known), metavar="PART", help="(all; --list prints them)")
     add("--missing", action="store_true", help="only parts without complete results")
     add("--list", action="store_true", help="print the parts, and run none")
     add("--device", choices=("cpu", "cuda"), default="cuda", help="(%(default)s)")

@@ -23,6 +23,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchmarks.common import Spread, Target, option_parser, ratios, write_resul
 from benchmarks.systems.case import COMPARED_BY_POLICIES, CUDA_ONLY, OURS, SYSTEMS, Case
 from benchmarks.systems.comparison import REFERENCE, Outcome, Schedule, compare
 from benchmarks.systems.memory import copy_gb_per_s
-from benchmarks.systems.process import DEEPSPEED_PYTHON
+from benchmarks.systems.process import DEEPSPEED_PYTHON, TrainingWorker
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
 from zenflow_compile.runtime.host.cores import physical_cores
 
@@ -223,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         schedule = SCHEDULES.get(model, Schedule())
         changes = {name: getattr(given, name) for name in ("rounds", "steps", "pilot", "warm_up")}
         schedule = replace(schedule, **{name: value for name, value in changes.items() if value is not None})
-        outcomes = compare(cases, given.threads, schedule, given.deepspeed_python, lambda line: console.print(line))
+        make = partial(TrainingWorker, warm_up=schedule.warm_up, deepspeed_python=given.deepspeed_python)
+        outcomes = compare(cases, given.threads, schedule, make, lambda line: console.print(line))
         by_system = {outcome.case.system: outcome for outcome in outcomes}
         workload = model, tokens, clip
         if memory == "free" and REFERENCE in by_system and by_system[REFERENCE].rounds_ms:

@@ -7,7 +7,7 @@ alive; here a start is minutes of compilation and of page-locking.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,16 +74,21 @@ class Turns:
         }
 
 
-def take_turns(companions: Mapping[str, Case], others: Mapping[str, Case], schedule: Schedule) -> Iterator[Turns]:
+def take_turns(
+    companions: Mapping[str, Case],
+    others: Mapping[str, Case],
+    schedule: Schedule,
+    make: Callable[..., TrainingWorker] = TrainingWorker,
+) -> Iterator[Turns]:
     """Measure ``others`` in their order, each as soon as it is done, then the companions.
 
     A system that fails has an error and no numbers, and the others go on. A companion that fails is left out.
     """
     with ExitStack() as stack:
-        kept = [_start(stack, Turns(name, case), schedule) for name, case in companions.items()]
+        kept = [_start(stack, Turns(name, case), make, schedule) for name, case in companions.items()]
         for name, case in others.items():
             with ExitStack() as alone:
-                turns, worker = _start(alone, Turns(name, case), schedule)
+                turns, worker = _start(alone, Turns(name, case), make, schedule)
                 if worker is not None:
                     _run([*kept, (turns, worker)], schedule)
                     _look_at(turns, worker, schedule)
@@ -99,9 +104,9 @@ def take_turns(companions: Mapping[str, Case], others: Mapping[str, Case], sched
 _Present = tuple[Turns, TrainingWorker | None]
 
 
-def _start(stack: ExitStack, turns: Turns, schedule: Schedule) -> _Present:
+def _start(stack: ExitStack, turns: Turns, make: Callable[..., TrainingWorker], schedule: Schedule) -> _Present:
     try:
-        worker = stack.enter_context(TrainingWorker(turns.case, warm_up=schedule.warm_up))
+        worker = stack.enter_context(make(turns.case, warm_up=schedule.warm_up))
         worker.start()
     except WorkerError as error:
         turns.error = error

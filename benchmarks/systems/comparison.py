@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -81,7 +80,7 @@ def compare(
     cases: Sequence[Case],
     threads: Sequence[int],
     schedule: Schedule,
-    deepspeed_python: Path,
+    make: Callable[[Case], TrainingWorker],
     say: Callable[[str], None],
 ) -> list[Outcome]:
     """Measure ``cases``, which differ in their system alone; outcomes in their order.
@@ -89,16 +88,16 @@ def compare(
     Every system is tried alone with each of ``threads`` and goes on with its fastest. Then all take turns,
     ``REFERENCE`` among them. Where they do not fit into memory together, each takes turns with the reference alone.
     """
-    outcomes = [_try_threads(case, threads, schedule, deepspeed_python, say) for case in cases]
+    outcomes = [_try_threads(case, threads, schedule, make, say) for case in cases]
     running = [outcome for outcome in outcomes if outcome.skipped is None]
     reference = next((outcome for outcome in running if outcome.case.system == REFERENCE), None)
     others = [outcome for outcome in running if outcome is not reference]
     groups = [others] if _fit_together(running) else [[outcome] for outcome in others]
     with ExitStack() as stack:
-        kept = _start(stack, reference, schedule, deepspeed_python, say) if reference else None
+        kept = _start(stack, reference, make, say) if reference else None
         for group in groups or [[]]:
             with ExitStack() as of_group:
-                workers = [(o, _start(of_group, o, schedule, deepspeed_python, say)) for o in group]
+                workers = [(o, _start(of_group, o, make, say)) for o in group]
                 present = [(o, worker) for o, worker in workers if worker is not None]
                 if reference is not None and kept is not None:
                     present.insert(0, (reference, kept))
@@ -111,13 +110,17 @@ def compare(
 
 
 def _try_threads(
-    case: Case, threads: Iterable[int], schedule: Schedule, deepspeed_python: Path, say: Callable[[str], None]
+    case: Case,
+    threads: Iterable[int],
+    schedule: Schedule,
+    make: Callable[[Case], TrainingWorker],
+    say: Callable[[str], None],
 ) -> Outcome:
     outcome = Outcome(case=case)
     for count in threads:
         alone = replace(case, threads=count)
         try:
-            with TrainingWorker(alone, warm_up=schedule.warm_up, deepspeed_python=deepspeed_python) as worker:
+            with make(alone) as worker:
                 seconds = worker.start()["start_seconds"]
                 outcome.tried_ms[count], _ = worker.run(settle=schedule.settle, steps=schedule.pilot)
                 outcome.facts = worker.ask("facts")
@@ -141,12 +144,10 @@ def _fit_together(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _start(
-    stack: ExitStack, outcome: Outcome, schedule: Schedule, deepspeed_python: Path, say: Callable[[str], None]
+    stack: ExitStack, outcome: Outcome, make: Callable[[Case], TrainingWorker], say: Callable[[str], None]
 ) -> TrainingWorker | None:
     """Start a worker that ``stack`` closes; None if it failed."""
-    worker = stack.enter_context(
-        TrainingWorker(outcome.case, warm_up=schedule.warm_up, deepspeed_python=deepspeed_python)
-    )
+    worker = stack.enter_context(make(outcome.case))
     try:
         worker.start()
     except WorkerError as error:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -35,25 +33,17 @@ def checkout(folder: Path, *, cost: float, has_out: bool) -> Path:
     return folder
 
 
-def test_checkouts_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: Path) -> None:
+def test_checkouts_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = checkout(tmp_path / "old", cost=6.0, has_out=False)
-    monkeypatch.setattr(before_after, "ROOT", checkout(tmp_path / "new", cost=3.0, has_out=True))
-    order: list[Path] = []
-    run = subprocess.run
-
-    def noted(command: list[str], **keywords: Any) -> Any:
-        if "cwd" in keywords and "--help" not in command:  # not what `platform` runs
-            order.append(keywords["cwd"])
-        return run(command, **keywords)
-
-    monkeypatch.setattr(subprocess, "run", noted)
+    new = checkout(tmp_path / "new", cost=3.0, has_out=True)
     kept = old / "benchmarks" / "results" / "op_overhead.json"
     kept.write_text("kept")
     options = ["op_overhead", "--against", str(old), "--turns", "3", "--model", "linear"]
-    assert before_after.main([*options, "--out", str(tmp_path / "made" / "compared.json")]) == 0
-    assert [root.name for root in order if root.name in ("old", "new")] == ["old", "new", "new", "old", "old", "new"]
+    assert before_after.main([*options, "--out", str(tmp_path / "made" / "compared.json")], new) == 0
+    order = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if ": run " in line]
+    assert order == ["before", "after", "after", "before", "before", "after"]
     assert kept.read_text() == "kept"
-    assert not list((tmp_path / "new" / "benchmarks" / "results").iterdir())
+    assert not list((new / "benchmarks" / "results").iterdir())
     python, step = json.loads((tmp_path / "made" / "compared.json").read_text())["rows"]
     assert (python["row"], python["metric"]) == ("linear, eager", "python_cpu_ms")
     assert python["before"]["median"] == 6.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks.common import Spread, Target, interleaved, option_parser, percentile, ratios, write_results
+from benchmarks.common import ROOT, Spread, Target, interleaved, option_parser, percentile, ratios, write_results
 
 
 def test_spread_interpolates_order_statistics() -> None:
@@ -102,18 +103,16 @@ def test_runner_lists_the_benchmarks() -> None:
     assert all(known.values()), "every benchmark says in one line what it is"
 
 
-def test_runner_passes_options_to_a_benchmark(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "benchmarks.host_adam", raising=False)
-    monkeypatch.setattr("sys.argv", ["benchmarks", "host_adam", "--help"])
-    with pytest.raises(SystemExit) as exit_:
-        runner.main()
-    assert exit_.value.code == 0
-    assert "usage: python -m benchmarks host_adam" in capsys.readouterr().out
-
-
-def test_wrong_name_suggests_the_nearest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmarks", "host_adm"])
-    assert runner.main() == 2
-    assert "did you mean host_adam?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["host_adam", "--help"], 0, "usage: python -m benchmarks host_adam"),
+        (["host_adm"], 2, "did you mean host_adam?"),
+    ],
+    ids=["option_of_a_benchmark", "wrong_name"],
+)
+def test_runner_reads_its_command_line(arguments: list[str], status: int, says: str) -> None:
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == status, found.stderr
+    assert says in found.stdout + found.stderr

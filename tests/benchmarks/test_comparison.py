@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks.systems import comparison
 from benchmarks.systems.case import Case
 from benchmarks.systems.comparison import Outcome, Schedule, compare
 from benchmarks.systems.process import WorkerError
@@ -22,9 +18,9 @@ class FakeWorker:
     fails_in_turns: frozenset[str] = frozenset()
     memory = 1.0
 
-    def __init__(self, case: Case, *, warm_up: int, deepspeed_python: Path) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
-        self.losses = [1.0] * warm_up
+        self.losses = [1.0] * SCHEDULE.warm_up
         self.runs = 0
         self.network_bytes: list[float] = []
 
@@ -56,17 +52,16 @@ class FakeWorker:
         return 0.0
 
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, *systems: str, **fields: Any) -> dict[str, Outcome]:
-    fake = type("Fake", (FakeWorker,), fields)
-    monkeypatch.setattr(comparison, "TrainingWorker", fake)
+def outcomes(*systems: str, **fields: Any) -> dict[str, Outcome]:
+    fake: Any = type("Fake", (FakeWorker,), fields)
     cases = [Case(system=system, model="tiny") for system in systems]
-    found = compare(cases, [2, 1], SCHEDULE, Path("python"), lambda line: None)
+    found = compare(cases, [2, 1], SCHEDULE, fake, lambda line: None)
     assert [outcome.case.system for outcome in found] == list(systems)
     return {outcome.case.system: outcome for outcome in found}
 
 
-def test_systems_continue_with_their_fastest_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = outcomes(monkeypatch, "adamw", "zero_offload", "zenflow")
+def test_systems_continue_with_their_fastest_threads() -> None:
+    found = outcomes("adamw", "zero_offload", "zenflow")
     assert found["zero_offload"].tried_ms == {2: 200.0, 1: 100.0}
     assert found["zero_offload"].case.threads == 1
     assert found["zero_offload"].rounds_over_reference == [10.0, 10.0]
@@ -76,17 +71,16 @@ def test_systems_continue_with_their_fastest_threads(monkeypatch: pytest.MonkeyP
     assert found["adamw"].breakdown is None
 
 
-def test_systems_that_do_not_fit_run_pairwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = outcomes(monkeypatch, "adamw", "zero_offload", "zenflow", memory=1e12)
+def test_systems_that_do_not_fit_run_pairwise() -> None:
+    found = outcomes("adamw", "zero_offload", "zenflow", memory=1e12)
     assert found["zenflow"].turns_with == ("adamw",)
     assert found["adamw"].turns_with == ("zero_offload", "zenflow")
     assert len(found["adamw"].rounds_ms) == 2 * SCHEDULE.rounds
     assert found["zenflow"].rounds_over_reference == [1.0, 1.0]
 
 
-def test_failed_system_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_system_does_not_stop_the_others() -> None:
     found = outcomes(
-        monkeypatch,
         "adamw",
         "zero_offload",
         "zenflow",
@@ -99,7 +93,7 @@ def test_failed_system_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch)
     assert len(found["adamw"].rounds_ms) == SCHEDULE.rounds
 
 
-def test_no_ratios_without_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = outcomes(monkeypatch, "adamw", "zenflow", missing=frozenset({"adamw"}))
+def test_no_ratios_without_the_reference() -> None:
+    found = outcomes("adamw", "zenflow", missing=frozenset({"adamw"}))
     assert found["zenflow"].rounds_over_reference == []
     assert len(found["zenflow"].rounds_ms) == SCHEDULE.rounds

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import common, convergence
+from benchmarks import convergence
 from benchmarks.convergence_study.claims import LIMIT, Paired, judge
 from benchmarks.convergence_study.outcomes import Outcomes, checkpoint
 from benchmarks.convergence_study.plan import CONTROL, PHASES, REFERENCE, STUDIES, Phase, Run, Study, plan, sweep
@@ -38,12 +38,6 @@ TEXTS = {
         ),
     )
 }
-
-
-@pytest.fixture(autouse=True)
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    return tmp_path / "results" / "convergence.json"
 
 
 @pytest.fixture
@@ -120,7 +114,7 @@ def test_model_sizes_are_as_named() -> None:
 def test_cut_off_runs_are_not_lost(study: Study, results: Path, tmp_path: Path) -> None:
     runs = list(sweep(study, PHASES, 0))
     convergence.measure(runs[:3], Outcomes.read(), tmp_path, quiet(), texts=some_text)
-    before = json.loads(results.read_text())["rows"]
+    before = json.loads((results / "convergence.json").read_text())["rows"]
     assert [(row["phase"], row["config"]["lr"]) for row in before] == [
         ("scratch", 1e-3),
         ("scratch", 3e-3),
@@ -132,7 +126,7 @@ def test_cut_off_runs_are_not_lost(study: Study, results: Path, tmp_path: Path) 
         return some_text(phase, limit_bytes)
 
     convergence.measure(runs, Outcomes.read(), tmp_path, quiet(), texts=only_fine_tuning)
-    after = json.loads(results.read_text())["rows"]
+    after = json.loads((results / "convergence.json").read_text())["rows"]
     assert after[:3] == before  # times and all: not run again
     assert (after[3]["phase"], after[3]["config"]["lr"]) == ("finetune", 3e-4)
     assert after[3]["loss_before"] == after[2]["loss_before"]
@@ -331,13 +325,12 @@ def test_tables_show_the_measurements(study: Study, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("page", "render"), [("docs/guide/benchmarks.md", summary), ("docs/convergence.md", markdown)])
 def test_documents_agree_with_the_results_file(
-    page: str, render: Callable[[Study, Outcomes, Sequence[int]], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, render: Callable[[Study, Outcomes, Sequence[int]], str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(common, "RESULTS", ROOT / "benchmarks" / "results")
     study = convergence.on_device(STUDIES["10m"], "cpu", "eager")
     copy = tmp_path / "page.md"
     copy.write_text((ROOT / page).read_text())
-    fill(copy, render(study, Outcomes.read(), range(3)))
+    fill(copy, render(study, Outcomes.read(ROOT / "benchmarks/results/convergence.json"), range(3)))
     assert copy.read_text() == (ROOT / page).read_text(), "run python -m benchmarks convergence --tables"
 
 

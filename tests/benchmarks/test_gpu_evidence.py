@@ -55,21 +55,16 @@ def part(name: str) -> Part:
     return Part(name, f"is {name}", 1, lambda setting, emit: None)
 
 
-@pytest.fixture
-def acted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Parts that a script acts; returns the results' folder."""
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    monkeypatch.setattr(gpu_evidence, "_CHILD", (sys.executable, str(script)))
-    monkeypatch.setattr(gpu_evidence, "_POLL_S", 0.05)
-    monkeypatch.setattr(
-        gpu_evidence, "PARTS", {each.name: each for each in (MACHINE, *map(part, ("good", "bad", "slow", "last")))}
-    )
-    return tmp_path / "results"
+ACTED = {each.name: each for each in (MACHINE, *map(part, ("good", "bad", "slow", "last")))}
 
 
-def run(folder: Path, *options: str) -> int:
-    return gpu_evidence.main(["--tiny", "--device", "cpu", "--out", str(folder), *options])
+def run(folder: Path, *options: str, **changes: Any) -> int:
+    return gpu_evidence.main(["--tiny", "--device", "cpu", "--out", str(folder), *options], **changes)
+
+
+def act(folder: Path, *options: str) -> int:
+    """Run parts that a script acts."""
+    return run(folder, *options, known=ACTED, child=(sys.executable, "-c", CHILD))
 
 
 def results(folder: Path, name: str) -> dict[str, Any]:
@@ -84,19 +79,19 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_failed_part_is_recorded_and_others_run(acted: Path) -> None:
-    assert run(acted, "--part", "good", "bad", "last") == 1
-    assert [results(acted, name)["status"] for name in ("good", "bad", "last")] == ["done", "failed", "done"]
-    bad = results(acted, "bad")
+def test_failed_part_is_recorded_and_others_run(tmp_path: Path) -> None:
+    assert act(tmp_path, "--part", "good", "bad", "last") == 1
+    assert [results(tmp_path, name)["status"] for name in ("good", "bad", "last")] == ["done", "failed", "done"]
+    bad = results(tmp_path, "bad")
     assert bad["error"] == "ValueError: it is bad"
     assert bad["log"][0] == "the log"
     assert bad["rows"][0]["part"] == "bad"  # what came before the error
 
 
-def test_part_over_its_limit_is_killed(acted: Path) -> None:
-    assert run(acted, "--part", "machine") == 0
-    assert run(acted, "--part", "slow", "last", "--limit", "2") == 1
-    slow = results(acted, "slow")
+def test_part_over_its_limit_is_killed(tmp_path: Path) -> None:
+    assert act(tmp_path, "--part", "machine") == 0
+    assert act(tmp_path, "--part", "slow", "last", "--limit", "2") == 1
+    slow = results(tmp_path, "slow")
     assert (slow["status"], slow["error"]) == ("timed out", "killed after 2 s")
     (row,) = slow["rows"]  # without the half of a row
     assert 2 <= slow["seconds"] < 60
@@ -105,35 +100,35 @@ def test_part_over_its_limit_is_killed(acted: Path) -> None:
             break
         time.sleep(0.1)
     assert gone(row["pid"])
-    assert results(acted, "last")["status"] == "done"
+    assert results(tmp_path, "last")["status"] == "done"
 
 
-def test_every_part_has_this_machine(acted: Path) -> None:
-    assert run(acted, "--part", "good", "last") == 0
-    machine = results(acted, "machine")
-    good = results(acted, "good")
+def test_every_part_has_this_machine(tmp_path: Path) -> None:
+    assert act(tmp_path, "--part", "good", "last") == 0
+    machine = results(tmp_path, "machine")
+    good = results(tmp_path, "good")
     assert good["machine"]["doctor"] == machine["rows"][0]  # measured first, although it was not asked for
     assert good["rows"][0]["doctor"] == machine["rows"][0]  # the part can predict with it
     assert good["machine"]["torch"] == torch.__version__
     assert good["command"] == "python -m benchmarks gpu_evidence --part good --device cpu --tiny"
     # Findings of another machine are of no use.
-    path = acted / "machine.json"
+    path = tmp_path / "machine.json"
     path.write_text(json.dumps({**machine, "identity": {"cpu": "another"}, "rows": [{"of": "another"}]}))
-    assert run(acted, "--part", "last") == 0
-    assert results(acted, "last")["machine"]["doctor"] == machine["rows"][0]
+    assert act(tmp_path, "--part", "last") == 0
+    assert results(tmp_path, "last")["machine"]["doctor"] == machine["rows"][0]
 
 
-def test_missing_runs_what_is_not_done(acted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(acted, "--part", "good", "bad")
-    interrupted = results(acted, "good") | {"status": "running"}
-    (acted / "last.json").write_text(json.dumps(interrupted))
-    (acted / "slow.json").write_text("{")
+def test_missing_runs_what_is_not_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    act(tmp_path, "--part", "good", "bad")
+    interrupted = results(tmp_path, "good") | {"status": "running"}
+    (tmp_path / "last.json").write_text(json.dumps(interrupted))
+    (tmp_path / "slow.json").write_text("{")
     capsys.readouterr()
-    assert run(acted, "--missing", "--list") == 0
+    assert act(tmp_path, "--missing", "--list") == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "about" in line]
     assert listed[:-1] == ["bad", "slow", "last"]
-    assert run(acted, "--missing", "--part", "good", "last") == 0
-    assert results(acted, "last")["part"] == "last"
+    assert act(tmp_path, "--missing", "--part", "good", "last") == 0
+    assert results(tmp_path, "last")["part"] == "last"
 
 
 def measures(process: psutil.Process) -> bool:
@@ -319,12 +314,14 @@ class FakeWorker:
         return {"summary": {"step_ms": 1.0}} if command == "profile" else {"parameters": 1}
 
 
+FAKE: Any = FakeWorker
+
+
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_turns_go_on_without_a_failed_system(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TrainingWorker", FakeWorker)
+def test_turns_go_on_without_a_failed_system(clip: float | None) -> None:
     cases = {name: Case(system=name, model="tiny", clip=clip) for name in ("forward_backward", "adamw")}
     others = {name: Case(system=name, model="tiny", clip=clip) for name in ("zero_offload", "zenflow")}
-    found = {each.name: each for each in turns.take_turns(cases, others, Schedule(rounds=3, steps=4))}
+    found = {each.name: each for each in turns.take_turns(cases, others, Schedule(rounds=3, steps=4), FAKE)}
     assert list(found) == ["zero_offload", "zenflow", "forward_backward", "adamw"]
     rows = {name: each.row() for name, each in found.items()}
     assert (rows["zero_offload"]["skipped"], rows["zero_offload"]["kind"]) == ("it broke", "failure")
@@ -338,10 +335,9 @@ def test_turns_go_on_without_a_failed_system(clip: float | None, monkeypatch: py
         assert "adamw" not in rows["zenflow"]["over"]
 
 
-def test_turns_of_companions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TrainingWorker", FakeWorker)
+def test_turns_of_companions_alone() -> None:
     cases = {name: Case(system=name, model="tiny") for name in ("forward_backward", "adamw")}
-    alone, adamw = turns.take_turns(cases, {}, Schedule(rounds=3, steps=4))
+    alone, adamw = turns.take_turns(cases, {}, Schedule(rounds=3, steps=4), FAKE)
     assert alone.rounds_ms == [2.0] * 3
     assert adamw.over == {"forward_backward": [2.0] * 3}
 
