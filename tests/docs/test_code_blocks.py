@@ -78,5 +78,5 @@ def test_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert names["summary"]["steps"] == 8
     assert names["plan"]["recommended"] is not None
     printed = capsys.readouterr().out
-    for shown in ("bytes on the device", "step time", "copy_to_host", "per step"):
+    for shown in ("bytes on the device", "step time", "offload_gradients", "per step"):
         assert shown in printed
