@@ -138,7 +138,7 @@ def test_host_memory_is_pinned_and_profile_sees_device() -> None:
         train(model, optimizer, compiled=True)
         for offloaded in optimizer.engine.offloaded.values():
             host = offloaded.host
-            uploads = [upload.tensor() for upload in host.uploads]
+            uploads = [upload.content() for upload in host.uploads]
             assert all(tensor.is_pinned() for tensor in (*host.state(), *host.gradients, *uploads))
         with zf.profile(optimizer) as profile:
             train(model, optimizer, compiled=True)

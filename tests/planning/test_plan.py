@@ -83,7 +83,7 @@ def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str
     arena = HostArena(HostState.arena_bytes(plan))
     kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_gradients=plan.gradient_buffers)
     host = HostState.allocate(plan, arena, kernel)
-    tensors = [*host.state(), *host.gradients, *[each.tensor() for each in host.uploads]]
+    tensors = [*host.state(), *host.gradients, *[each.content() for each in host.uploads]]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes
     assert plan.host_bytes <= HostState.arena_bytes(plan) <= plan.host_bytes + 64 * len(tensors)
     assert arena.used_bytes == HostState.arena_bytes(plan)

@@ -95,7 +95,7 @@ def test_gradient_waits_for_the_upload_of_a_sharer() -> None:
 def test_unread_update_leaves_its_buffer(ended: bool) -> None:
     first, second = hosts_of(in_place=True)
     window = flushed(first, 2)
-    assert window.upload.tensor() is first.gradients[1]
+    assert window.upload.content() is first.gradients[1]
     if ended:
         run(window)
         assert first.users_of(1)[1] == [window]
@@ -104,7 +104,7 @@ def test_unread_update_leaves_its_buffer(ended: bool) -> None:
     index, buffer = second.free_buffer(3)
     assert window.job.done()
     buffer.fill_(7.0)
-    assert torch.equal(window.upload.tensor(), first.state().master)
+    assert torch.equal(window.upload.content(), first.state().master)
     assert second.users_of(index) == (Users([], []), [])
 
 

@@ -95,7 +95,7 @@ def test_flushed_window_equals_rule_p() -> None:
         rule_p_(master, exp_avg, exp_avg_sq, window, coefficients, step=taken, eps=1e-8)
         for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(flushed.upload.tensor(), host.state().master, atol=0, rtol=0)
+        torch.testing.assert_close(flushed.upload.content(), host.state().master, atol=0, rtol=0)
         assert host.taken == taken
         assert host.open == []
         host.flushed.pop(0)
@@ -128,7 +128,7 @@ def test_staleness_adds_a_buffer_and_an_upload() -> None:
     assert put(host, 1.0) == 1  # without waiting for the first
     second = host.flush_window(at=1, eps=1e-8, deadline=0)
     assert (first.visible_at, second.visible_at) == (2, 3)
-    assert first.upload.tensor().data_ptr() != second.upload.tensor().data_ptr()
+    assert first.upload.content().data_ptr() != second.upload.content().data_ptr()
     run(first)
     run(second)
     put(host, 1.0)

@@ -22,12 +22,13 @@ from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
-from zenflow_compile.runtime.nvme.cache import CachedState, NvmeCache, cache_bytes
+from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache, cache_bytes
 from zenflow_compile.runtime.nvme.chunk import chunk_bytes
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFileError
 from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.state_forms import State
 from zenflow_compile.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
@@ -55,12 +56,12 @@ def plan_of(index: int, slices: int = 40, interval: int = 1, phase: int = 0) -> 
 class Swap:
     """A job that swaps a chunk's content with ``value``; ``seen`` is what was there."""
 
-    def __init__(self, files: Files, store: CachedState, value: float, *, step: int, deadline: int) -> None:
+    def __init__(self, files: Files, store: Cached[State], value: float, *, step: int, deadline: int) -> None:
         slices = store.chunk.plan.deferred
         self.blocks = [torch.full((slices, LENGTH), value) for _ in range(3)]
         self.arrived = ThreadTicket()
         needs = store.prepare(step=step, deadline=deadline)
-        state = store.state()
+        state = store.content()
         place = {"behind": needs.behind, "deadline": deadline, "step": step, "param": store.chunk.name}
         self.job: Job
         if files.native:
@@ -95,11 +96,11 @@ class Files:
         self.cache = NvmeCache(self.scratch, self.recorder)
         self.pool = NativePool(2, self.recorder)
         self.workers = HostWorkers(self.pool, PythonPool(2, self.recorder), 2)
-        self.stores: list[CachedState] = []
+        self.stores: list[Cached[State]] = []
         self.made: list[Job] = []
 
-    def add(self, plans: list[ParamPlan], size: int) -> list[CachedState]:
-        new = [CachedState(self.cache, chunk) for chunk in self.cache.add(plans, "test", size)]
+    def add(self, plans: list[ParamPlan], size: int) -> list[Cached[State]]:
+        new = [Cached(self.cache, chunk) for chunk in self.cache.add(plans, "test", size)]
         for number, store in enumerate(new, start=len(self.stores)):
             with store.acquire(write=True) as state:
                 assert not any(tensor.any() for tensor in state)
@@ -108,7 +109,7 @@ class Files:
         self.stores += new
         return new
 
-    def swap(self, store: CachedState, value: float, *, step: int = 0, deadline: int = 0, now: bool = True) -> Swap:
+    def swap(self, store: Cached[State], value: float, *, step: int = 0, deadline: int = 0, now: bool = True) -> Swap:
         made = Swap(self, store, value, step=step, deadline=deadline)
         if now:  # before an interrupt can come that leaves the job in the queue
             made.arrived.set()
@@ -146,7 +147,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
     assert not list(tmp_path.iterdir())
 
 
-def values(store: CachedState) -> set[float]:
+def values(store: Cached[State]) -> set[float]:
     with store.acquire() as state:
         return {float(value) for tensor in state for value in tensor.unique()}
 
@@ -535,7 +536,7 @@ def test_reads_and_writes_of_a_chunk_take_turns(tmp_path: Path, monkeypatch: pyt
     assert first.chunk.place is None
     needs = files.cache.prepare_fresh(first.chunk)
     assert first.chunk.fresh is not None
-    state = first.chunk.fresh.tensors
+    state = first.chunk.fresh.content
     overwrite = [lambda: sum(tensor.fill_(9.0).nbytes for tensor in state)]
     job = PythonJob(overwrite, (), needs.after, behind=needs.behind, deadline=0, step=0, param="p0")
     first.used_by(job)
@@ -557,7 +558,7 @@ def test_fresh_memory_is_not_read(files: Files) -> None:
     def overwrite() -> None:
         needs = files.cache.prepare_fresh(first.chunk)
         assert first.chunk.fresh is not None
-        state = first.chunk.fresh.tensors
+        state = first.chunk.fresh.content
         job: Job
         place: dict[str, Any] = {"behind": needs.behind, "deadline": 0, "step": 0, "param": "p0"}
         blocks = [torch.full((40, LENGTH), 5.0) for _ in range(3)]
@@ -594,7 +595,7 @@ def test_copies_keep_their_memory(files: Files) -> None:
     assert filling is not None
     files.cache.read_by(first.chunk, copy := ThreadTicket())
     filling.wait()
-    memory = CachedState(files.cache, first.chunk).state().master
+    memory = Cached(files.cache, first.chunk).content().master
     after = files.cache.bring(second.chunk, step=0)
     assert after is not None
     time.sleep(0.05)

@@ -25,7 +25,7 @@ from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import make_host_adam
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.host.state_store import InMemoryUpload
+from zenflow_compile.runtime.host.state_store import InMemory
 from zenflow_compile.runtime.host.workers import HostWorkers
 from zenflow_compile.runtime.parameters import state_exchange
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
@@ -283,7 +283,7 @@ def test_exchange_writes_the_weights(
             wanted = wanted_after(expected.device.selection, swaps, swaps + 1)
             expected.exchange_now(wanted)
             weights.expect(before, expected)
-            actual.start(made.exchange, wanted, weights=InMemoryUpload(weights.tensor))
+            actual.start(made.exchange, wanted, weights=InMemory(weights.tensor))
             made.exchange.finish()
             actual.host.wait()
             actual.assert_same(expected)
@@ -306,7 +306,7 @@ class StoredSides:
 
     def tensors(self) -> list[Tensor]:
         """A row on the device that was copied to the host and back may have another scale for the same numbers."""
-        return [*self.device.rows.read(), *self.host.state(), *(each.tensor() for each in self.host.uploads)]
+        return [*self.device.rows.read(), *self.host.state(), *(each.content() for each in self.host.uploads)]
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
@@ -350,7 +350,7 @@ def test_exchange_waits_for_reads_of_the_weights(native: bool, monkeypatch: pyte
         sides.start(
             made.exchange,
             wanted_after(sides.device.selection, 4, 4),
-            weights=InMemoryUpload(weights.tensor),
+            weights=InMemory(weights.tensor),
             reads=reads,
         )
         first, second = sides.host.exchanges
@@ -371,7 +371,7 @@ def test_ended_reads_are_no_input() -> None:
     sides = Sides(plan)
     with engine(plan) as made:
         sides.host.last_job = held = HeldJob()
-        wanted, weights = wanted_after(sides.device.selection, 4, 4), InMemoryUpload(torch.zeros(12, 8))
+        wanted, weights = wanted_after(sides.device.selection, 4, 4), InMemory(torch.zeros(12, 8))
         sides.start(made.exchange, wanted, weights=weights, reads=ThreadTicket.ended(None))
         (job,) = sides.host.exchanges
         assert isinstance(job, state_exchange.ExchangeJob)
@@ -559,7 +559,7 @@ def test_workers_record_the_written_weights(native: bool) -> None:
     with engine(plan) as made:
         sides.host.native = made.native.handle if native else None
         made.recorder.attach(timeline := Timeline())
-        weights = InMemoryUpload(torch.zeros(12, 8, dtype=torch.bfloat16))
+        weights = InMemory(torch.zeros(12, 8, dtype=torch.bfloat16))
         sides.start(made.exchange, wanted_after(sides.device.selection, 3, 4), weights=weights)
         made.exchange.finish()
         sides.host.wait()

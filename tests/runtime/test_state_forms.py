@@ -13,9 +13,7 @@ from tests.support.edge_floats import edge_floats, same_bits
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime import state_forms
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import Kernel, WindowUpdate, make_host_adam
-from zenflow_compile.runtime.host.state_store import InMemoryState
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 
 SLICES = 12
@@ -194,7 +192,7 @@ def test_bytes_are_those_of_the_plan(split: bool, moments: str, expected: float)
         index=0, name="w", shape=(512, 256), dtype=torch.bfloat16, placement=Placement.SPLIT_COLUMNS, dim=0,
         slices=512, length=256, k=52, interval=4, moments=moments, split_master=split,
     )  # fmt: skip
-    state = InMemoryState(plan, HostArena(InMemoryState.arena_bytes(plan))).state()
+    state = [torch.empty(shape, dtype=dtype) for shape, dtype in StateForm.of_deferred(plan).tensors(plan.deferred)]
     assert sum(each.nbytes for each in state) == plan.host_state_bytes == expected * plan.deferred_numel
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.copy_lanes import Ticket
-from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.workers import Job, MemoryUser
-from zenflow_compile.runtime.state_forms import State, StateForm
+from zenflow_compile.runtime.state_forms import State
 
 
 class Waits(NamedTuple):
@@ -31,67 +29,24 @@ class Waits(NamedTuple):
         return Waits((*self.after, *other.after), (*self.behind, *other.behind))
 
 
-class StateStore(Protocol):
-    """The state of one parameter."""
+_Seen = TypeVar("_Seen", covariant=True)
+_Kept = TypeVar("_Kept")
+
+
+class Store(Protocol[_Seen]):
+    """Host memory of one parameter: its state, or one buffer of its new weights, [deferred, length] in its dtype."""
 
     @property
     def error(self) -> BaseException | None:
-        """The failure that lost this state, until it is overwritten; None while it is intact."""
+        """The failure that lost the content, until it is overwritten; None while it is intact."""
         ...
 
-    def state(self) -> State:
-        """The stored tensors; of state in a file only after ``prepare``, for that job, or while it is acquired."""
+    def content(self) -> _Seen:
+        """The tensors; of a file only after ``prepare`` or ``bring``, for that job or copy, or while acquired."""
         ...
 
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[State]:
-        """The state for the training thread; waits for all queued jobs on it. Queue none inside the block.
-
-        Args:
-            write: it will be changed.
-            fresh: all of it will be overwritten, so that its old content is not read, and may be lost.
-
-        Raises:
-            RuntimeError: it could not be read, or an earlier update of it could not be written.
-        """
-        ...
-
-
-class InMemoryState:
-    """State in an arena, all zero to begin with."""
-
-    error: BaseException | None = None
-
-    def __init__(self, plan: ParamPlan, arena: HostArena) -> None:
-        self._state = State(*(arena.take(*each) for each in StateForm.of_deferred(plan).tensors(plan.deferred)))
-
-    @staticmethod
-    def arena_bytes(plan: ParamPlan) -> int:
-        """Bytes that it takes of the arena."""
-        return carved_bytes(StateForm.of_deferred(plan).tensors(plan.deferred))
-
-    def state(self) -> State:
-        return self._state
-
-    @contextmanager
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
-        # Callers have waited for the jobs, or withdrawn them.
-        yield self._state
-
-
-class UploadBuffer(Protocol):
-    """One buffer of new weights of one parameter: [deferred, length] in the model's dtype."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """The failure that lost its content, until it is overwritten; None while it is intact."""
-        ...
-
-    def tensor(self) -> Tensor:
-        """The memory; of a buffer in a file only after ``prepare`` or ``bring``, for that job or copy."""
-        ...
-
-    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Waits:
-        """Bring the buffer into memory for a job that writes it, and is made next.
+    def prepare(self, *, step: int, deadline: int, fresh: bool = False) -> Waits:
+        """Bring the content into memory for a job, which changes it and is made next.
 
         Args:
             step, deadline: of the job.
@@ -103,14 +58,18 @@ class UploadBuffer(Protocol):
         ...
 
     def used_by(self, job: Job, *, last: bool = True) -> None:
-        """Keep the buffer in memory for ``job``, which ``prepare`` was called for, and write it back after it."""
+        """Keep the content in memory for ``job``, which ``prepare`` was called for, and write it back after it.
+
+        Args:
+            last: no further job that belongs to this one is made next; until then it is not written.
+        """
         ...
 
     def bring(self, writer: Job | None, *, step: int) -> Job | None:
-        """Bring the buffer into memory for a copy, which is queued next.
+        """Bring the content into memory for a copy, which is queued next.
 
         Args:
-            writer: the job that wrote the buffer last; None: no job has.
+            writer: the job that wrote it last; None: no job has.
 
         Returns:
             The job that the copy waits for, which may have failed; None: the memory has the content.
@@ -121,11 +80,19 @@ class UploadBuffer(Protocol):
         ...
 
     def read_by(self, copy: Ticket) -> None:
-        """Keep the buffer in memory for ``copy``, which ``bring`` was called for."""
+        """Keep the content in memory for ``copy``, which ``bring`` was called for."""
         ...
 
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[Tensor]:
-        """The memory for the training thread; see ``StateStore.acquire``."""
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[_Seen]:
+        """The tensors for the training thread; waits for all queued jobs on them. Queue none inside the block.
+
+        Args:
+            write: they will be changed.
+            fresh: all will be overwritten, so that the old content is not read, and may be lost.
+
+        Raises:
+            RuntimeError: it could not be read, or an earlier update of it could not be written.
+        """
         ...
 
     def forget(self) -> None:
@@ -133,32 +100,37 @@ class UploadBuffer(Protocol):
         ...
 
 
-class InMemoryUpload:
-    """A buffer that is always in memory. Its callers order jobs and copies; see ``HostState.applied``."""
+StateStore = Store[State]
+UploadBuffer = Store[Tensor]
+
+
+class InMemory(Generic[_Kept]):
+    """Content that is always in memory. Its callers order jobs and copies; see ``HostState.applied``."""
 
     error: BaseException | None = None
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+    def __init__(self, content: _Kept) -> None:
+        self._content = content
 
-    def tensor(self) -> Tensor:
-        return self._memory
+    def content(self) -> _Kept:
+        return self._content
 
-    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Waits:
+    def prepare(self, *, step: int, deadline: int, fresh: bool = False) -> Waits:
         return Waits()
 
     def used_by(self, job: Job, *, last: bool = True) -> None:
-        """Nothing to do: it stays in memory."""
+        """Nothing to do."""
 
     def bring(self, writer: Job | None, *, step: int) -> Job | None:
         return None if writer is None or writer.succeeded else writer
 
     def read_by(self, copy: Ticket) -> None:
-        """Nothing to do: it stays in memory."""
+        """Nothing to do."""
 
     @contextmanager
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
-        yield self._memory
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[_Kept]:
+        # Callers have waited for the jobs, or withdrawn them.
+        yield self._content
 
     def forget(self) -> None:
         """Nothing to do: it cannot be lost."""

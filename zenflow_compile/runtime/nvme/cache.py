@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ from zenflow_compile.runtime.nvme.state_file import StateFileError, whole_pages
 from zenflow_compile.runtime.nvme.transfers import make_transfer
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import State
+
+_T = TypeVar("_T", State, Tensor)
 
 _FIRST = -1  # deadline of what the training thread waits for
 _AHEAD = 1 << 40  # first deadline of what no job waits for yet
@@ -390,7 +392,7 @@ class NvmeCache:
         memory = self._memory[begin:end]
         if chunk in self._layout.homes:
             users = [] if chunk.place is None else chunk.place.unsettled()
-            return CacheSpan(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
+            return CacheSpan(begin, end, memory, self._content.view(memory, chunk.plan), users)
         owners = {id(each.place): each for each in self._chunks}
         overlapped = [place for place in self._in_ring if _overlap(place, begin, end)]
         for place in overlapped:
@@ -399,7 +401,7 @@ class NvmeCache:
                     self._write(other, step=self._recorder.step, deadline=_FIRST)
                 other.place = None
         users = list(dict.fromkeys(user for place in overlapped for user in place.unsettled()))
-        taken = CacheSpan(begin, end, memory, self._content.tensors(memory, chunk.plan), users)
+        taken = CacheSpan(begin, end, memory, self._content.view(memory, chunk.plan), users)
         kept = [each for each in self._in_ring if each.unsettled() or (id(each) in owners and each not in overlapped)]
         self._in_ring, self._head = [*kept, taken], end
         return taken
@@ -463,8 +465,8 @@ def _overlap(place: CacheSpan, begin: int, end: int) -> bool:
     return place.begin < end and begin < place.end
 
 
-class CachedState:
-    """The state of one parameter in a file, which is in memory only while it is used; see :class:`StateStore`."""
+class Cached(Generic[_T]):
+    """The state, or new weights, of one parameter in a file, in memory only while they are used; see :class:`Store`."""
 
     def __init__(self, cache: NvmeCache, chunk: Chunk) -> None:
         self.chunk = chunk
@@ -474,52 +476,13 @@ class CachedState:
     def error(self) -> StateFileError | None:
         return self.chunk.error
 
-    def state(self) -> State:
-        assert self.chunk.place is not None, f"the state of {self.chunk.name} is not in memory"
-        return State(*self.chunk.place.tensors)
-
-    def prepare(self, *, step: int, deadline: int) -> Waits:
-        """Bring the state into memory for a job, which changes it and is made next.
-
-        Args:
-            step, deadline: of the job.
-
-        Raises:
-            RuntimeError: the system does not start a thread.
-        """
-        return self._cache.prepare(self.chunk, step=step, deadline=deadline)
-
-    def used_by(self, job: Job, *, last: bool = True) -> None:
-        """Keep the state in memory for ``job``, which ``prepare`` was called for, and write it back after it.
-
-        Args:
-            last: no further job that belongs to this one is made next; until then it is not written.
-        """
-        self._cache.used_by(self.chunk, job, last=last)
-
-    @contextmanager
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[State]:
-        with self._cache.acquire(self.chunk, write=write, fresh=fresh) as place:
-            yield State(*place.tensors)
-
-
-class CachedUpload:
-    """New weights of one parameter in a file; see :class:`UploadBuffer`."""
-
-    def __init__(self, cache: NvmeCache, chunk: Chunk) -> None:
-        self.chunk = chunk
-        self._cache = cache
-
-    @property
-    def error(self) -> StateFileError | None:
-        return self.chunk.error
-
-    def tensor(self) -> Tensor:
+    def content(self) -> _T:
         place = self.chunk.fresh or self.chunk.place
-        assert place is not None, f"the weight of {self.chunk.name} is not in memory"
-        return place.tensors[0]
+        assert place is not None, f"{self.chunk.content.what} of {self.chunk.name} is not in memory"
+        content: _T = place.content
+        return content
 
-    def prepare(self, *, step: int, deadline: int, fresh: bool) -> Waits:
+    def prepare(self, *, step: int, deadline: int, fresh: bool = False) -> Waits:
         if fresh:
             return self._cache.prepare_fresh(self.chunk)
         return self._cache.prepare(self.chunk, step=step, deadline=deadline)
@@ -534,9 +497,9 @@ class CachedUpload:
         self._cache.read_by(self.chunk, copy)
 
     @contextmanager
-    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[Tensor]:
+    def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[_T]:
         with self._cache.acquire(self.chunk, write=write, fresh=fresh) as place:
-            yield place.tensors[0]
+            yield place.content
 
     def forget(self) -> None:
         self._cache.forget(self.chunk)

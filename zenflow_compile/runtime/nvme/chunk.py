@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,13 +24,13 @@ class Content(NamedTuple):
         what: its name in errors, in front of the parameter's.
         remedy: what needs no file for it.
         size: bytes of a parameter's chunk.
-        tensors: views the memory of a chunk, u8[size].
+        view: its tensors in the memory of a chunk, u8[size].
     """
 
     what: str
     remedy: str
     size: Callable[[ParamPlan], int]
-    tensors: Callable[[Tensor, ParamPlan], tuple[Tensor, ...]]
+    view: Callable[[Tensor, ParamPlan], State | Tensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +39,7 @@ class CacheSpan:
 
     Attributes:
         memory: u8[end - begin].
-        tensors: the content in it.
+        content: the tensors in it.
         users: jobs and copies that may still read or write this memory, for this chunk or for those that were here
             before.
         read: the job that fills it; None: it is filled.
@@ -49,7 +49,7 @@ class CacheSpan:
     begin: int
     end: int
     memory: Tensor
-    tensors: tuple[Tensor, ...]
+    content: Any
     users: list[MemoryUser]
     read: Job | None = None
     writer: Job | None = None
@@ -145,9 +145,9 @@ def weight_chunk_bytes(plan: ParamPlan) -> int:
     return whole_pages(plan.upload_bytes)
 
 
-def _weight_in(memory: Tensor, plan: ParamPlan) -> tuple[Tensor, ...]:
+def _weight_in(memory: Tensor, plan: ParamPlan) -> Tensor:
     """New weights in the memory of a chunk, u8[size]: one tensor [deferred, length] of the model's dtype."""
-    return (memory[: plan.upload_bytes].view(plan.dtype).view(plan.deferred, plan.length),)
+    return memory[: plan.upload_bytes].view(plan.dtype).view(plan.deferred, plan.length)
 
 
 STATE = Content(

@@ -35,7 +35,7 @@ from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, mak
 from zenflow_compile.runtime.host.native_pool import NativePool
 from zenflow_compile.runtime.host.python_pool import PythonPool
 from zenflow_compile.runtime.host.workers import HostWorkers
-from zenflow_compile.runtime.nvme.cache import CachedState, CachedUpload, NvmeCache
+from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache
 from zenflow_compile.runtime.nvme.chunk import WEIGHTS
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.parameters.capacity import (
@@ -49,6 +49,7 @@ from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.parameters.transport import StreamOrder, Transport
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.state_forms import State
 
 
 class PooledBuffer(NamedTuple):
@@ -239,7 +240,7 @@ class EngineMemory:
         self._arenas.append(allocated.arena)
         self.streamed.add(allocated.subgroups)
 
-    def _file_stores(self, plan: Plan, new: Sequence[ParamPlan], undo: ExitStack) -> dict[int, CachedState]:
+    def _file_stores(self, plan: Plan, new: Sequence[ParamPlan], undo: ExitStack) -> dict[int, Cached[State]]:
         """Make files for the state of ``new``; returns their stores, by index."""
         if not new:
             return {}
@@ -253,9 +254,9 @@ class EngineMemory:
             undo.callback(self._close_files)
         chunks = files.add(new, _fingerprint(plan, new), nvme_cache_bytes(plan, self._options).state)
         undo.callback(files.remove, chunks)
-        return {chunk.plan.index: CachedState(files, chunk) for chunk in chunks}
+        return {chunk.plan.index: Cached(files, chunk) for chunk in chunks}
 
-    def _file_uploads(self, plan: Plan, new: Sequence[ParamPlan], undo: ExitStack) -> dict[int, list[CachedUpload]]:
+    def _file_uploads(self, plan: Plan, new: Sequence[ParamPlan], undo: ExitStack) -> dict[int, list[Cached[Tensor]]]:
         """Make files for buffers of new weights, behind ``_file_stores``; returns the buffers, by index."""
         buffers = [param for param in new if param.weight_in_file for _ in range(param.uploads)]
         if not buffers:
@@ -268,9 +269,9 @@ class EngineMemory:
         size, remedies = nvme_cache_bytes(plan, self._options).weights, less_host_memory(self._options)
         chunks = cache.add(buffers, _fingerprint(plan, new), size, remedies)
         undo.callback(cache.remove, chunks)
-        uploads: dict[int, list[CachedUpload]] = {}
+        uploads: dict[int, list[Cached[Tensor]]] = {}
         for chunk in chunks:
-            uploads.setdefault(chunk.plan.index, []).append(CachedUpload(cache, chunk))
+            uploads.setdefault(chunk.plan.index, []).append(Cached(cache, chunk))
         return uploads
 
     def _is_native(self, plan: ParamPlan) -> bool:

@@ -25,14 +25,12 @@ from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, Win
 from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
 from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
 from zenflow_compile.runtime.host.state_store import (
-    InMemoryState,
-    InMemoryUpload,
+    InMemory,
     StateStore,
     UploadBuffer,
     Waits,
 )
 from zenflow_compile.runtime.host.workers import Job
-from zenflow_compile.runtime.nvme.cache import CachedState
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 from zenflow_compile.runtime.trace_annotations import annotated
@@ -104,7 +102,7 @@ class FlushedWindow:
     def leave_buffer(self) -> None:
         """Wait for the job, and move its result to memory of its own."""
         self.job.wait()
-        self.upload, self.buffer = InMemoryUpload(self.upload.tensor().clone()), None
+        self.upload, self.buffer = InMemory(self.upload.content().clone()), None
 
 
 class WindowJob(PythonJob):
@@ -221,7 +219,6 @@ class HostState:
     Attributes:
         form: how the state is stored. The upload buffer that was handed out last completes split masters.
         store: where the state is: in the arena, too, or in a file.
-        file: the same store, if it is in a file.
         in_memory: the state, if it is always in memory.
         workers: how many threads share a job.
         taken: gradients in the moments so far.
@@ -264,7 +261,6 @@ class HostState:
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     in_memory: State | None = None
-    file: CachedState | None = None
     native: ctypes.c_void_p | None = None
     _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
@@ -284,7 +280,7 @@ class HostState:
         arena: HostArena,
         kernel: HostAdam,
         workers: int = 1,
-        file: CachedState | None = None,
+        file: StateStore | None = None,
         gradients: list[Tensor] | None = None,
         uploads: Sequence[UploadBuffer] = (),
     ) -> HostState:
@@ -303,16 +299,14 @@ class HostState:
         block = (plan.deferred, plan.length)
         form = StateForm.of_deferred(plan)
         unit = CUT_ELEMENTS if form.plain and not plan.compressed else plan.length  # others are cut between slices
-        store = file or InMemoryState(plan, arena)
+        store = file or InMemory(State(*(arena.take(*each) for each in form.tensors(plan.deferred))))
         return cls(
             plan=plan,
             form=form,
             store=store,
-            in_memory=None if plan.in_file else store.state(),
-            file=file,
+            in_memory=None if plan.in_file else store.content(),
             gradients=gradients,
-            uploads=list(uploads)
-            or [InMemoryUpload(arena.take(block, plan.dtype)) for _ in range(plan.upload_buffers)],
+            uploads=list(uploads) or [InMemory(arena.take(block, plan.dtype)) for _ in range(plan.upload_buffers)],
             kernel=kernel,
             workers=workers,
             readers=[None] * plan.gradient_buffers,
@@ -327,15 +321,15 @@ class HostState:
         """Bytes that ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
         block = (plan.deferred, plan.length)
         gradients = [(plan.buffer_shape, plan.buffer_dtype)] * (plan.gradient_buffers if plan.pool is None else 0)
-        state = 0 if plan.in_file else InMemoryState.arena_bytes(plan)
+        state = [] if plan.in_file else StateForm.of_deferred(plan).tensors(plan.deferred)
         uploads = [] if plan.weight_in_file else [(block, plan.dtype)] * plan.upload_buffers
-        return state + carved_bytes(gradients + uploads)
+        return carved_bytes([*state, *gradients, *uploads])
 
     def touch(self, worker: int) -> None:
         """Make the pages that worker ``worker`` will serve resident, near the calling thread's core."""
         elements = self.plan.deferred * self.plan.length
         state = () if self.plan.in_file else self.state()
-        uploads = () if self.plan.weight_in_file else [upload.tensor() for upload in self.uploads]
+        uploads = () if self.plan.weight_in_file else [upload.content() for upload in self.uploads]
         for number, part in enumerate(self.ranges):
             if preferred_worker(number, len(self.ranges), self.workers) == worker:
                 for tensor in (*state, *self.gradients, *uploads):
@@ -405,8 +399,8 @@ class HostState:
         self.taken += len(buffers)
         place = buffers[-1].index if self.plan.in_place else None
         # Before the next upload buffer is handed out.
-        weights = self.newest_upload.tensor() if self.form.split else None
-        upload = self.next_upload() if place is None else InMemoryUpload(self.gradients[place])
+        weights = self.newest_upload.content() if self.form.split else None
+        upload = self.next_upload() if place is None else InMemory(self.gradients[place])
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
@@ -417,7 +411,7 @@ class HostState:
         deadline, needs = self.prepare(step=at, deadline=deadline)
         if self.plan.weight_in_file:
             needs = needs.and_of(upload.prepare(step=at, deadline=deadline, fresh=True))
-        job = self._window_job(buffers, weights, upload.tensor(), inputs, needs, deadline=deadline, step=at, eps=eps)
+        job = self._window_job(buffers, weights, upload.content(), inputs, needs, deadline=deadline, step=at, eps=eps)
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
             self.readers[buffer.index], self.uploading[buffer.index] = job, None
@@ -426,8 +420,7 @@ class HostState:
         self.last_job = job
         if self.plan.weight_in_file:
             upload.used_by(job)
-        if self.file is not None:
-            self.file.used_by(job)
+        self.store.used_by(job)
         return window
 
     def prepare(self, *, step: int, deadline: int) -> tuple[int, Waits]:
@@ -438,9 +431,7 @@ class HostState:
         if before is not None:
             deadline = max(deadline, before.deadline)
         after = () if before is None else (before,)
-        if self.file is None:
-            return deadline, Waits(after)
-        needs = self.file.prepare(step=step, deadline=deadline)
+        needs = self.store.prepare(step=step, deadline=deadline)
         return deadline, Waits((*after, *needs.after), needs.behind)
 
     def _window_job(
@@ -524,8 +515,7 @@ class HostState:
         """
         failed_or_running = [each for each in self.exchanges if not each.succeeded]
         self.exchanges, self.last_job = [*failed_or_running, job], job
-        if self.file is not None:
-            self.file.used_by(job, last=last)
+        self.store.used_by(job, last=last)
 
     def copied_by(self, upload: UploadBuffer, copy: Ticket, job: Job | None) -> None:
         """Keep an upload buffer until ``copy``, which reads it, has ended.
@@ -548,7 +538,7 @@ class HostState:
             return self.next_upload()
         # The gradient buffer that it was in is not known, and the update is applied within a step.
         shape = (self.plan.deferred, self.plan.length)
-        return InMemoryUpload(torch.empty(shape, dtype=self.plan.dtype, device="cpu"))
+        return InMemory(torch.empty(shape, dtype=self.plan.dtype, device="cpu"))
 
     def note_upload(self, window: FlushedWindow, copy: Ticket | None) -> None:
         """Note the copy of a flushed window's upload to the device, which is queued. None: it is not."""
@@ -574,16 +564,16 @@ class HostState:
         return self.uploads[self._next_upload - 1]
 
     def state(self) -> State:
-        """The stored master and moments; see :meth:`StateStore.state`."""
-        return self.in_memory or self.store.state()
+        """The stored master and moments; see :meth:`Store.content`."""
+        return self.in_memory or self.store.content()
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[StateRows]:
-        """The state in fp32; see :meth:`StateStore.acquire`."""
+        """The state in fp32; see :meth:`Store.acquire`."""
         if write and self.form.split and self.applied is not None:
             self.applied.settle()  # it may still read the weights that complete masters, and are written with them
         with self.store.acquire(write=write, fresh=fresh) as stored:
-            yield StateRows(self.form, stored, self.newest_upload.tensor() if self.form.split else None)
+            yield StateRows(self.form, stored, self.newest_upload.content() if self.form.split else None)
 
     @property
     def jobs(self) -> list[Job]:

@@ -41,7 +41,7 @@ from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.state_store import UploadBuffer
 from zenflow_compile.runtime.host.workers import Job
-from zenflow_compile.runtime.nvme.cache import CachedUpload
+from zenflow_compile.runtime.nvme.cache import Cached
 from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -211,7 +211,7 @@ class HostWeight:
                 job.wait()
         buffer = transport.up_ring.next_free(self._block)
         try:
-            values = source if isinstance(source, Tensor) else source.tensor()
+            values = source if isinstance(source, Tensor) else source.content()
             ticket = transport.to_device.submit(
                 buffer.tensor, values, step=transport.recorder.step, param=self.plan.name, kind="load", after=job,
             )  # fmt: skip
@@ -234,7 +234,7 @@ class HostWeight:
     def chunk(self) -> Chunk | None:
         """What the next load reads, if that is in a file."""
         source = self._source()
-        return source.chunk if isinstance(source, CachedUpload) else None
+        return source.chunk if isinstance(source, Cached) else None
 
     def _source(self) -> Tensor | UploadBuffer | None:
         """What a lane copies; None where the values are in memory that it cannot copy, or on the device."""

@@ -618,7 +618,7 @@ class OffloadedParam(IncomingGradient):
         buffer = transport.up_ring.next_free(self._block)
         try:
             ticket = transport.to_device.submit(
-                buffer.tensor, window.upload.tensor(), step=transport.recorder.step, param=self.plan.name, after=job
+                buffer.tensor, window.upload.content(), step=transport.recorder.step, param=self.plan.name, after=job
             )
             if window.buffer is not None:
                 self.host.note_upload(window, ticket)

@@ -311,7 +311,7 @@ class StateExchange:
         written = None
         if weights is not None:
             needs = needs.and_of(weights.prepare(step=step, deadline=deadline, fresh=False))
-            written = weights.tensor()
+            written = weights.content()
         size = -(-len(rows) // self._workers.workers)
         parts = [slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
         job: Job
