@@ -226,7 +226,7 @@ class LazyEngine:
         _unapplied.extend(engine.unapplied)
         with suppress(Exception):
             # The garbage collector may run in a worker, which cannot join itself.
-            if engine.registry.runs(threading.current_thread()):
+            if engine.registry.memory.runs(threading.current_thread()):
                 closing = threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close")
                 self.claim.closing = closing
                 closing.start()

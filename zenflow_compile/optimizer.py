@@ -465,7 +465,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:
     """Step after the last declared backward, in the optimizer-in-backward form."""
     engine = optimizer.engine
-    if engine.backwards >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
+    if engine.backward.count >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
         optimizer.step()
         optimizer.zero_grad()
     engine.show_consumed()

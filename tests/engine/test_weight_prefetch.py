@@ -124,7 +124,7 @@ def test_stale_copy_is_not_taken() -> None:
     assert not equal(run, plain)
 
 
-@mock.patch.object(WeightPrefetch, "_start_copies", mock.Mock())
+@mock.patch.object(WeightPrefetch, "go_on", mock.Mock())
 def test_without_copies_ahead_loads_start_their_own(loads: dict[str, int]) -> None:
     run, plain = Run(offload_weights=1.0, **POLICIES["windows"]), Run(**POLICIES["windows"])
     run.train(range(6))

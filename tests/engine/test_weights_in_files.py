@@ -160,7 +160,7 @@ def test_weights_are_read_ahead_of_their_copies(make: Make, monkeypatch: pytest.
 
     def noting(self: NvmeCache, chunk: Chunk, *, step: int) -> Any:
         if chunk.place is None:
-            late.append(chunk.name)
+            late.append(chunk.plan.name)
         return bring(self, chunk, step=step)
 
     monkeypatch.setattr(NvmeCache, "bring", noting)

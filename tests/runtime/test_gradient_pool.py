@@ -57,7 +57,7 @@ def flushed(host: HostState, step: int) -> FlushedWindow:
     for each in (step - 1, step):
         index, buffer = host.free_buffer(each)
         buffer.fill_(each)
-        host.commit(GradientBuffer(index, COEFFICIENTS, ThreadTicket.ended()))
+        host.open.append(GradientBuffer(index, COEFFICIENTS, ThreadTicket.ended()))
     return host.flush_window(at=step, eps=1e-8, deadline=0)
 
 
@@ -111,7 +111,7 @@ def test_unread_update_leaves_its_buffer(ended: bool) -> None:
 def test_gradient_in_an_open_window_is_not_overwritten() -> None:
     first, second = hosts_of(in_place=True)
     index, _ = first.free_buffer(2)
-    first.commit(GradientBuffer(index, COEFFICIENTS, ThreadTicket.ended()))
+    first.open.append(GradientBuffer(index, COEFFICIENTS, ThreadTicket.ended()))
     with pytest.raises(RuntimeError, match=r"over one of first that waits in an update window.*shared_buffers=False"):
         second.free_buffer(3)
     with pytest.raises(RuntimeError, match="over one of first"):

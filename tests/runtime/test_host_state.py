@@ -62,7 +62,7 @@ def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = No
     """Put one step's gradient into the update window, as ``copy_to_host`` and ``commit`` do."""
     index, buffer = host.free_buffer(next_step(host))
     buffer.copy_(torch.as_tensor(value))
-    host.commit(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
+    host.open.append(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
     return index
 
 
@@ -303,7 +303,7 @@ def test_job_waits_for_the_factors_of_its_gradients() -> None:
     for number in (1.0, scale, scale):
         index, buffer = host.free_buffer(next_step(host))
         buffer.fill_(1.0)
-        host.commit(GradientBuffer(index, COEFFICIENTS._replace(grad_scale=number), copied()))
+        host.open.append(GradientBuffer(index, COEFFICIENTS._replace(grad_scale=number), copied()))
     flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
     assert not flushed.job.arrived()
     factor.set()

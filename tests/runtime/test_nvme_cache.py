@@ -62,7 +62,7 @@ class Swap:
         self.arrived = ThreadTicket()
         needs = store.prepare(step=step, deadline=deadline)
         state = store.content()
-        place = {"behind": needs.behind, "deadline": deadline, "step": step, "param": store.chunk.name}
+        place = {"behind": needs.behind, "deadline": deadline, "step": step, "param": store.chunk.plan.name}
         self.job: Job
         if files.native:
             rows, bounds = torch.arange(slices, dtype=torch.int32), bounds_of([slice(0, slices)])
@@ -245,7 +245,7 @@ def test_next_chunks_are_read_ahead_in_order(files: Files) -> None:
         for number in order:
             files.swap(stores[number], 1.0, step=step, deadline=number)
         files.cache.read_ahead()
-    held = {store.chunk.name for store in stores if store.chunk.place is not None}
+    held = {store.chunk.plan.name for store in stores if store.chunk.place is not None}
     assert held == {"p3", "p1", "p6"}
     assert files.moved(lambda: [values(stores[number]) for number in (3, 1, 6)]) == []
 

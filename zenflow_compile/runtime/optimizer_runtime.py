@@ -195,11 +195,6 @@ class OptimizerRuntime:
         return self.uploads.selections
 
     @property
-    def backwards(self) -> int:
-        """Number of backwards with gradients since the last optimizer step."""
-        return self.backward.count
-
-    @property
     def finalizes_in_backward(self) -> bool:
         """Whether updates may sit in the backward graph."""
         return self.in_backward and self.options.max_grad_norm is None and self.ranks is None
@@ -546,7 +541,7 @@ class OptimizerRuntime:
     def enter_child(self) -> None:
         """Refuse everything but reading weights: this process was forked from the engine's."""
         self.in_child = True
-        self.registry.enter_child()
+        self.registry.memory.enter_child()
 
     def _check_weights_in_child(self) -> None:
         if any(each.due(self.step) or each.arriving is not None for each in self.offloaded.values()):

@@ -439,4 +439,4 @@ def _load_window(
             values.copy_(gradient)
         else:
             buffer.copy_(gradient)
-        host.commit(GradientBuffer(index, coefficients, ThreadTicket.ended()))
+        host.open.append(GradientBuffer(index, coefficients, ThreadTicket.ended()))

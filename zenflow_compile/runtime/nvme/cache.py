@@ -416,7 +416,7 @@ class NvmeCache:
     def _write(self, chunk: Chunk, *, step: int, deadline: int) -> None:
         """Queue a job that writes ``chunk``, behind all users of its memory. It fails with what failed to change it."""
         place = chunk.place
-        assert place is not None, f"{chunk.name} was changed, and has no memory"
+        assert place is not None, f"{chunk.plan.name} was changed, and has no memory"
         after = [job for job in (place.read, chunk.changed_by) if job is not None]
         job = self._transfer(chunk, "write", place, after=after, step=step, deadline=deadline)
         chunk.write, chunk.in_file = job, True
@@ -478,7 +478,7 @@ class Cached(Generic[_T]):
 
     def content(self) -> _T:
         place = self.chunk.fresh or self.chunk.place
-        assert place is not None, f"{self.chunk.content.what} of {self.chunk.name} is not in memory"
+        assert place is not None, f"{self.chunk.content.what} of {self.chunk.plan.name} is not in memory"
         content: _T = place.content
         return content
 

@@ -102,10 +102,6 @@ class Chunk:
         self.description = self.file.describe(self.offset, self.size)
         self.next_use = (self.plan.phase, self.plan.index)
 
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
     def next_flag(self) -> Flag | None:
         """The flag of the next read, which follows all others of this chunk: all raise one counter, in turn."""
         if self.flags is None:

@@ -44,10 +44,10 @@ def make_transfer(
     if pool is not None:
         work = _NativeTransfer(chunk, kind, memory)
         return _NativeFileJob(
-            work, (), after, pool.handle, behind=behind, deadline=deadline, step=step, param=chunk.name, flag=flag
+            work, (), after, pool.handle, behind=behind, deadline=deadline, step=step, param=chunk.plan.name, flag=flag
         )
     task = partial(_read if kind == "read" else _write, chunk, memory)
-    job = _PythonFileJob([task], (), after, behind=behind, deadline=deadline, step=step, param=chunk.name)
+    job = _PythonFileJob([task], (), after, behind=behind, deadline=deadline, step=step, param=chunk.plan.name)
     job.kind = kind
     return job
 
@@ -128,7 +128,7 @@ def _other_checksum(chunk: Chunk, found: int) -> StateFileError:
 
 def _lost(chunk: Chunk, kind: str, cause: Exception) -> StateFileError:
     error = StateFileError(
-        f"{chunk.content.what} of {chunk.name} could not be {'read' if kind == 'read' else 'written'} "
+        f"{chunk.content.what} of {chunk.plan.name} could not be {'read' if kind == 'read' else 'written'} "
         f"({printable(chunk.file.path)}): {cause}; load the last saved state (the last checkpoint), after freeing "
         "space on the disk if it is full"
     )

@@ -385,10 +385,6 @@ class HostState:
             copy.wait()
         return index, self.gradients[index]
 
-    def commit(self, buffer: GradientBuffer) -> None:
-        """Add a final gradient to the update window."""
-        self.open.append(buffer)
-
     def flush_window(self, *, at: int, eps: float, deadline: int) -> FlushedWindow:
         """Flush the update window, which must hold a gradient; the job is not submitted yet.
 

@@ -124,6 +124,7 @@ class HostWeight:
         self.param = param
         self.served = False
         self.place = Place.DEVICE
+        self.nbytes = plan.weight_bytes  # computed once: each load asks several times
         self.loaded = True
         self.readers = 0
         self.held = False
@@ -150,11 +151,6 @@ class HostWeight:
         """Have the weight in the upload buffers of a parameter with host state."""
         self._states = states
         self._block = (self.plan.deferred, self.plan.length), self.plan.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return self.plan.weight_bytes
 
     @property
     def staged_bytes(self) -> int:

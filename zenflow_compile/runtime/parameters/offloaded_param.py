@@ -362,7 +362,7 @@ class IncomingGradient(ShownGradient):
             index, ticket = self._send(block)
             pending.sent(block, ticket)
             for each in coefficients:
-                self.host.commit(GradientBuffer(index, each, ticket))
+                self.host.open.append(GradientBuffer(index, each, ticket))
 
     def _release_parts(self) -> None:
         """Forget the parts of a gradient. Its buffer was never committed, so the next step's copy uses it again."""
@@ -514,7 +514,7 @@ class OffloadedParam(IncomingGradient):
         if coefficients is not None:
             if self._copy is not None:
                 index, ticket = self._copy
-                self.host.commit(GradientBuffer(index, coefficients, ticket))
+                self.host.open.append(GradientBuffer(index, coefficients, ticket))
                 self._copy = None
             elif self.pending is not None and self.pending.gradient is not None:
                 self._send_pending(self.pending, self.pending.finalize(coefficients))

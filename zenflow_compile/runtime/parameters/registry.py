@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -347,10 +346,6 @@ class ParamRegistry:
         for offloaded in self.offloaded.values():
             offloaded.list_memory(found)
 
-    def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is one of the engine's."""
-        return self.memory.runs(thread)
-
     def abandon(self) -> None:
         """Drop everything in flight, failed work too."""
         self.weights.prefetch.drop()
@@ -358,10 +353,6 @@ class ParamRegistry:
         for offloaded in self.offloaded.values():
             offloaded.abandon()
         self.memory.abandon()
-
-    def enter_child(self) -> None:
-        """Close the parent's files in a forked child."""
-        self.memory.enter_child()
 
     def close(self) -> None:
         """Stop all threads, free host memory, remove files. All updates must have been applied.

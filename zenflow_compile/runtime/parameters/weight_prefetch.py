@@ -67,7 +67,7 @@ class WeightPrefetch:
         loads = set(self._graphs[graph].order) if graph in self._graphs else set()
         for p in self._staged.keys() - loads:
             self._drop(p)
-        self._start_copies()
+        self.go_on()
         return lacks
 
     def carries(self, p: int) -> bool:
@@ -97,7 +97,7 @@ class WeightPrefetch:
     def end_step(self) -> None:
         """An optimizer step has ended: start the copies of the first loads of the next forward."""
         self._stepped = True
-        self._start_copies()
+        self.go_on()
 
     def take(self, p: int) -> Staged | None:
         """The copy of a weight that is loaded now; None if none was started, or the values have changed since."""
@@ -111,10 +111,6 @@ class WeightPrefetch:
         self._drop(p)
         return None
 
-    def go_on(self) -> None:
-        """A load has given its buffer back."""
-        self._start_copies()
-
     def drop(self) -> None:
         """Forget all copies, once they have ended."""
         for p in list(self._staged):
@@ -124,7 +120,8 @@ class WeightPrefetch:
         self._weights[p].drop(self._staged[p])
         del self._staged[p]
 
-    def _start_copies(self) -> None:
+    def go_on(self) -> None:
+        """Start copies of the loads to come, as far as the ring has buffers: a load gives its own back."""
         self._copy_ahead()
         if (files := self._transport.weight_files) is not None:
             files.read_ahead(self._chunks_ahead())
