@@ -50,7 +50,7 @@ OTHER_RANKS = "(other ranks)"  # what a wait is for, in place of a parameter
 # engines that other threads create.
 _ATTACH_NEW: ContextVar[Callable[[object], None] | None] = ContextVar("zenflow_attach_new", default=None)
 
-_DRAIN_ABOVE = 2048  # device events waiting to be read before some are read during the run
+DRAIN_ABOVE = 2048  # device events waiting to be read before some are read during the run
 _DRAIN_BATCH = 256
 
 
@@ -175,7 +175,7 @@ class Timeline:
         """
         # The times are read later: recording one of the events again (from a pool) would silently move this span.
         self._device_rows.append((clock, lane, kind, start, end, step, param, bytes))
-        if len(self._device_rows) > _DRAIN_ABOVE:
+        if len(self._device_rows) > DRAIN_ABOVE:
             self._resolve(wait=False)
 
     def add_norms(self, step: int, selected_squared: Tensor, total_squared: Tensor) -> None:

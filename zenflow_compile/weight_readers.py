@@ -1,7 +1,7 @@
 """Functions of other packages that read or write parameters without calling a module, and what runs around them.
 
 With a compiled model, an update becomes visible in front of the weight's next use in a graph. An average or a merge
-that reads parameters directly comes before that use. Each function of ``_FUNCTIONS`` is therefore replaced by one that
+that reads parameters directly comes before that use. Each function of ``FUNCTIONS`` is therefore replaced by one that
 makes the due updates of every live optimizer visible and then calls it.
 """
 
@@ -61,7 +61,7 @@ def _of_lightning(package: str) -> dict[str, dict[str, Written | None]]:
     }
 
 
-_FUNCTIONS: Mapping[str, Mapping[str, Written | None]] = {
+FUNCTIONS: Mapping[str, Mapping[str, Written | None]] = {
     "torch.nn.utils.convert_parameters": {"parameters_to_vector": None, "vector_to_parameters": None},
     "torch.optim.swa_utils": {"AveragedModel.update_parameters": None},
     "diffusers.training_utils": {
@@ -89,7 +89,7 @@ version, or replace the memory."""
 
 
 def adapt_known_readers() -> None:
-    """Replace the functions of ``_FUNCTIONS`` in modules that are imported, and in others when they are imported.
+    """Replace the functions of ``FUNCTIONS`` in modules that are imported, and in others when they are imported.
 
     Idempotent, and cheap from the second call on. Without a live optimizer the functions run as before.
     """
@@ -97,13 +97,13 @@ def adapt_known_readers() -> None:
     if hook is None:
         hook = _ImportHook()
         sys.meta_path.insert(0, hook)
-    for name in _FUNCTIONS.keys() - hook.adapted:
+    for name in FUNCTIONS.keys() - hook.adapted:
         if (module := sys.modules.get(name)) is not None:
             hook.adapt(module)
 
 
 class _ImportHook(MetaPathFinder):
-    """Has modules of ``_FUNCTIONS`` adapted when they have been imported. Other finders find and load them.
+    """Has modules of ``FUNCTIONS`` adapted when they have been imported. Other finders find and load them.
 
     Attributes:
         adapted: names of the modules whose functions have been replaced.
@@ -115,7 +115,7 @@ class _ImportHook(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _FUNCTIONS:
+        if fullname not in FUNCTIONS:
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
@@ -137,7 +137,7 @@ class _ImportHook(MetaPathFinder):
 
     def adapt(self, module: ModuleType) -> None:
         """Replace the functions of ``module``. Warns of those that it does not have."""
-        functions = _FUNCTIONS.get(module.__name__, {})
+        functions = FUNCTIONS.get(module.__name__, {})
         missing = [name for name, written in functions.items() if not _replace(module, name, written)]
         self.adapted.add(module.__name__)
         if missing:

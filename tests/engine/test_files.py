@@ -195,7 +195,7 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pyte
         place = take(self, chunk)
         assert 0 <= place.begin < place.end <= self.nbytes
         assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
-        resident.append(chunk.size + sum(each.size for each in self._chunks if each.place is not None))
+        resident.append(chunk.size + sum(each.size for each in self.chunks if each.place is not None))
         return place
 
     monkeypatch.setattr(NvmeCache, "_take", watched)
@@ -257,7 +257,7 @@ def test_full_disk_raises_and_the_checkpoint_continues(
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_unreadable_disk_raises(kernel: str, files: Directories) -> None:
     training = files.training({"policy": "zero_infinity", "host_kernel": kernel}).run(0, 2)
-    file = cache_of(training).files.directory._files[0]
+    file = cache_of(training).files.directory.files[0]
     only_to_write = os.open(file.path, os.O_WRONLY)
     os.dup2(only_to_write, file.opened.fileno(), inheritable=False)
     os.close(only_to_write)
@@ -277,9 +277,9 @@ def test_corrupted_byte_raises_with_file_and_parameter(name: str, kernel: str, f
     training.load(saved)
     training.optimizer.synchronize()
     training.optimizer.state_dict()  # reads all chunks, so that changed ones are written
-    file = cache_of(training).files.directory._files[0]
+    file = cache_of(training).files.directory.files[0]
     with file.path.open("r+b") as raw:
-        for chunk in cache_of(training)._chunks:
+        for chunk in cache_of(training).chunks:
             raw.seek(state_file.PAGE_BYTES + chunk.offset + 100)
             byte = raw.read(1)
             raw.seek(-1, os.SEEK_CUR)
@@ -349,7 +349,7 @@ def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
     cache = optimizer.engine.registry.transport.files
     assert cache is not None
-    before = list(cache._chunks), sorted(tmp_path.iterdir())
+    before = list(cache.chunks), sorted(tmp_path.iterdir())
 
     def no_memory(*args: Any) -> DeviceState:
         raise MemoryError
@@ -360,7 +360,7 @@ def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
             patch.setattr(DeviceState, "allocate", no_memory)
             with pytest.raises(MemoryError):
                 optimizer.add_param_group(group)
-        assert (list(cache._chunks), sorted(tmp_path.iterdir())) == before
+        assert (list(cache.chunks), sorted(tmp_path.iterdir())) == before
     optimizer.add_param_group(group)
     assert len(list(tmp_path.iterdir())) == len(before[1]) + 1
     optimizer.close()
@@ -504,7 +504,7 @@ def test_killed_process_resumes_from_its_checkpoint(name: str, tmp_path: Path) -
 
 def test_header_names_format_and_process(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"})
-    file = cache_of(training).files.directory._files[0]
+    file = cache_of(training).files.directory.files[0]
     with file.path.open("rb") as raw:
         assert raw.readline() == state_file.MAGIC
         about = json.loads(raw.readline())

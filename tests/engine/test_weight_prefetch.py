@@ -148,7 +148,7 @@ def test_last_weights_of_a_forward_stay(loads: dict[str, int]) -> None:
 def test_budget_beyond_the_ring_keeps_weights() -> None:
     """The ring has two blocks of two layers."""
     run, plain = Run(8, offload_weights=6 * WEIGHT, **POLICIES["windows"]), Run(8, **POLICIES["windows"])
-    kept = [p for p, reason in run.weights.kept.items() if reason == host_weights._WITHIN_BUDGET]
+    kept = [p for p, reason in run.weights.kept.items() if reason == host_weights.WITHIN_BUDGET]
     assert (run.weights.ring_bytes, kept) == (4 * WEIGHT, [0, 1])
     run.train(range(6))
     plain.train(range(6))

@@ -88,7 +88,7 @@ class Run:
 
     @property
     def kept(self) -> set[int]:
-        return {p for p, reason in self.weights.kept.items() if reason == host_weights._WITHIN_BUDGET}
+        return {p for p, reason in self.weights.kept.items() if reason == host_weights.WITHIN_BUDGET}
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -191,8 +191,8 @@ def test_added_weights_are_measured_again() -> None:
 def test_limit_is_what_is_free_and_allocated() -> None:
     Counting.free, Counting.peak = 7 * WEIGHT, 2 * WEIGHT
     run = Run(offload_weights="auto")
-    assert run.weights._room is not None
-    assert run.weights._room.limit_bytes == 9 * WEIGHT
+    assert run.weights.room is not None
+    assert run.weights.room.limit_bytes == 9 * WEIGHT
     run.optimizer.close()
 
 

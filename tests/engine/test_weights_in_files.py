@@ -136,7 +136,7 @@ def test_host_memory_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     def watched(self: NvmeCache, chunk: Chunk) -> CacheSpan:
         place = take(self, chunk)
         assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
-        resident.append(chunk.size + sum(each.size for each in self._chunks if each.place not in (None, place)))
+        resident.append(chunk.size + sum(each.size for each in self.chunks if each.place not in (None, place)))
         return place
 
     monkeypatch.setattr(NvmeCache, "_take", watched)
@@ -165,7 +165,7 @@ def test_weights_are_read_ahead_of_their_copies(make: Make, monkeypatch: pytest.
 
     monkeypatch.setattr(NvmeCache, "bring", noting)
     training = make(window=12 * 32 * 32 + 4 * WEIGHT).run(0, 3)
-    assert [chunk for chunk in cache_of(training)._chunks if chunk in cache_of(training)._layout.homes] == []
+    assert [chunk for chunk in cache_of(training).chunks if chunk in cache_of(training)._layout.homes] == []
     late.clear()
     training.run(3, 6)
     assert len(late) <= 3  # the first one of a forward, behind the updates
@@ -259,9 +259,9 @@ def test_full_disk_raises_and_the_checkpoint_continues(
 def break_weights(training: Training) -> None:
     """Change a byte of each weight in its file, and leave none in memory."""
     cache = cache_of(training)
-    cache._write_back()
-    with cache._chunks[0].file.path.open("r+b") as raw:
-        for chunk in cache._chunks:
+    cache.write_back()
+    with cache.chunks[0].file.path.open("r+b") as raw:
+        for chunk in cache.chunks:
             raw.seek(state_file.PAGE_BYTES + chunk.offset + 100)
             byte = raw.read(1)
             raw.seek(-1, os.SEEK_CUR)

@@ -117,7 +117,7 @@ def test_slow_copies_read_complete_gradients(monkeypatch: pytest.MonkeyPatch) ->
     submit = stream_lane.StreamLane.submit
 
     def slowly(lane, target, source, **keywords):  # type: ignore[no-untyped-def]
-        with torch.cuda.stream(lane._stream):
+        with torch.cuda.stream(lane.stream):
             torch.cuda._sleep(2_000_000)
         return submit(lane, target, source, **keywords)
 

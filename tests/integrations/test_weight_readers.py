@@ -406,7 +406,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (PACKAGE, "program"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     names = {"Average.update": None, "Average.swap": None, "soft_update": None}
-    monkeypatch.setitem(weight_readers._FUNCTIONS, PACKAGE, names)  # type: ignore[arg-type]
+    monkeypatch.setitem(weight_readers.FUNCTIONS, PACKAGE, names)  # type: ignore[arg-type]
     monkeypatch.setattr(weight_readers, "version", lambda package: "1.2")
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if type(each).__name__ != "_ImportHook"])
     return tmp_path / f"{PACKAGE}.py"
@@ -473,5 +473,5 @@ def test_installed_packages_have_all_functions() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         hook = next(each for each in sys.meta_path if isinstance(each, weight_readers._ImportHook))
-        for name in weight_readers._FUNCTIONS:
+        for name in weight_readers.FUNCTIONS:
             hook.adapt(importlib.import_module(name))

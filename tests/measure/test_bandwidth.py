@@ -41,7 +41,7 @@ def ticks(seconds: float) -> Any:
             work()
         return {name: [seconds] * rounds for name in works}
 
-    return mock.patch.object(bandwidth, "_in_turns", interleaved)
+    return mock.patch.object(bandwidth, "in_turns", interleaved)
 
 
 @ticks(2.0)
@@ -55,24 +55,24 @@ def test_host_rates_count_bytes_read_and_written() -> None:
 
 
 def test_each_thread_works_on_its_own_part() -> None:
-    host = bandwidth._Host(SMALL, 3, bandwidth.host_kernel())
+    host = bandwidth.HostMemory(SMALL, 3, bandwidth.host_kernel())
     assert host.elements % 192 == 0
     assert 0 < host.elements * 22 <= SMALL
     for index in range(3):
         host.fill(index)
-    assert all((tensor == 1).all() for tensor in (*host._state, *host._narrow))
-    host._state[1].fill_(3.0)
+    assert all((tensor == 1).all() for tensor in (*host.state, *host.narrow))
+    host.state[1].fill_(3.0)
     host.copy(1)
     third = host.elements // 3
-    assert (host._state[2] == 3).nonzero().flatten().tolist() == list(range(third, 2 * third))
+    assert (host.state[2] == 3).nonzero().flatten().tolist() == list(range(third, 2 * third))
     host.add(0)
-    assert (host._state[0] != 1).nonzero().flatten().tolist() == list(range(third))
-    before = host._state[2].clone()
-    for gradient in host._narrow[1:]:
+    assert (host.state[0] != 1).nonzero().flatten().tolist() == list(range(third))
+    before = host.state[2].clone()
+    for gradient in host.narrow[1:]:
         gradient.fill_(2.0)
     host.adam(2)
-    assert torch.equal(before[: 2 * third], host._state[2][: 2 * third])
-    assert not torch.equal(before, host._state[2])
+    assert torch.equal(before[: 2 * third], host.state[2][: 2 * third])
+    assert not torch.equal(before, host.state[2])
 
 
 def test_works_take_turns_and_warm_up_first() -> None:
@@ -85,14 +85,14 @@ def test_works_take_turns_and_warm_up_first() -> None:
 
         return run
 
-    seconds = bandwidth._in_turns({"a": work("a"), "b": work("b")}, 2)
+    seconds = bandwidth.in_turns({"a": work("a"), "b": work("b")}, 2)
     assert order == ["a", "b"] * 3
     assert seconds == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
 
 
 @mock.patch.object(bandwidth, "_BUDGET_SECONDS", 0.0)
 def test_long_measurements_end_after_one_round() -> None:
-    assert bandwidth._in_turns({"a": lambda: 1.0}, 50) == {"a": [1.0]}
+    assert bandwidth.in_turns({"a": lambda: 1.0}, 50) == {"a": [1.0]}
 
 
 @ticks(0.5)
@@ -120,7 +120,7 @@ def test_quick_rates_are_measured_once() -> None:
     try:
         first = bandwidth.rates(CPU, (CORE,))
         assert all(0 < rate < math.inf for rate in (first.host, first.to_host, first.to_device))
-        with mock.patch.object(bandwidth, "_in_turns", None):  # a second measurement would fail
+        with mock.patch.object(bandwidth, "in_turns", None):  # a second measurement would fail
             assert bandwidth.rates(CPU, (CORE,)) is first
     finally:
         bandwidth.rates.cache_clear()

@@ -330,7 +330,7 @@ def test_late_write_does_not_undo_an_overwrite(files: Files) -> None:
 def test_chunk_of_a_failed_read_is_never_written(window: int, files: Files) -> None:
     """Also if it has a home, or its last job was never made; its error stays."""
     stores = files.add([plan_of(index) for index in range(3)], window * chunk_bytes(plan_of(0)))
-    files.cache._write_back()
+    files.cache.write_back()
     with file_replaced(files, "/dev/null", os.O_RDWR):
         needs = stores[1].prepare(step=0, deadline=0)
         read = needs.after[0]
@@ -342,7 +342,7 @@ def test_chunk_of_a_failed_read_is_never_written(window: int, files: Files) -> N
     if files.native:  # such a job cannot wait for one of Python's
         stores[1].chunk.changed_by = None
     with pytest.raises(StateFileError):
-        files.cache._write_back()
+        files.cache.write_back()
     assert isinstance(stores[1].error, StateFileError)
     with pytest.raises(StateFileError):
         values(stores[1])
@@ -512,7 +512,7 @@ def test_interrupted_growth_loses_nothing(files: Files) -> None:
         number[0] += 1
         files.cache.add([plan_of(number[0], 90)], "test", chunk_bytes(plan_of(number[0], 90)))
 
-    functions = {"add", "_write_back", "_laid_out", "_write", "_queue", "create"}
+    functions = {"add", "write_back", "_laid_out", "_write", "_queue", "create"}
     every_point(grow, functions, lambda: [values(store) for store in first] == [{7.0}] * 3 or pytest.fail("lost"))
     assert [values(store) for store in first] == [{7.0}] * 3
 

@@ -181,9 +181,9 @@ def test_added_parameters_get_new_subgroups() -> None:
 def test_state_is_copied_one_time_each_way(entry: dict[str, Any] | None, stride: int, streamed: int) -> None:
     training = Training(entry, {**ALL, "update_stride": stride}, torch.bfloat16, chain).run(0, 2)
     state = sum(param.whole_state_bytes for param in training.optimizer.engine.plan.params if param.streamed)
-    ahead = len(training.optimizer.engine.registry.streamed._loaded)
+    ahead = len(training.optimizer.engine.registry.streamed.loaded)
     events = recorded(training, 2, 6)
-    ahead_after = len(training.optimizer.engine.registry.streamed._loaded)
+    ahead_after = len(training.optimizer.engine.registry.streamed.loaded)
     assert ahead == ahead_after  # what was there before the first of these steps is there again after the last
     for lane in (D2H, H2D):
         assert len(on(lane, events)) == 4 * streamed
@@ -205,7 +205,7 @@ def test_device_memory_is_three_buffers() -> None:
         assert training.optimizer.host_bytes == training.optimizer.engine.plan.host_bytes
     assert len(sizes) == 1
     one = Training(None, {**ALL, "sub_group_size": 10**8}).run(0, 1)
-    assert len(one.optimizer.engine.registry.streamed._buffers) == 1
+    assert len(one.optimizer.engine.registry.streamed.buffers) == 1
 
 
 def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr(thread_lane, "copy_without_gil", meeting)
-        assert len(training.optimizer.engine.registry.streamed._loaded) == STREAM_BUFFERS  # prefetched before that
+        assert len(training.optimizer.engine.registry.streamed.loaded) == STREAM_BUFFERS  # prefetched before that
         training.step(2)
         training.optimizer.synchronize()
     assert began["zenflow-D2H"] == 9
@@ -304,7 +304,7 @@ def test_first_subgroups_are_prefetched(options: dict[str, Any], entry: dict[str
     seen: list[int] = []
     loss = training.loss(2)
     for each in streamed.params.values():
-        each.param.register_hook(lambda grad: seen.append(len(streamed._loaded)))
+        each.param.register_hook(lambda grad: seen.append(len(streamed.loaded)))
     loss.backward()
     assert seen
     assert set(seen) == {STREAM_BUFFERS}

@@ -492,7 +492,7 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
                 transport = loop.optimizer.engine.registry.transport
                 lanes = {"D2H late": transport.to_host, "H2D late": transport.to_device}
                 if (lane := lanes.get(case.delays)) is not None:
-                    simulator.delay(lane._stream, 0.997)
+                    simulator.delay(lane.stream, 0.997)
             if step == 1 and case.delays == LATE_COLLECTIVES:
                 for stream in streams_of_groups():
                     simulator.delay(stream, 0.997)

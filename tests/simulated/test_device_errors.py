@@ -30,7 +30,7 @@ def die(entry: str, *, in_flight: bool, values: bool = True) -> str:
         loop.step(step)
     transport = loop.optimizer.engine.registry.transport
     if in_flight:
-        simulator.delay(transport.to_host._stream, 0.99999)
+        simulator.delay(transport.to_host.stream, 0.99999)
         # From another thread: this one may be in a wait for the gradients by then.
         threading.Timer(0.5, simulator.die, ("illegal memory access",)).start()
     else:

@@ -106,7 +106,7 @@ def test_failed_return_leaves_no_copy_behind(simulator: Simulator) -> None:
     memory = loop.optimizer.engine.device_memory
     loop.optimizer.offload_all()
     lane = memory._to_device
-    simulator.delay(lane._stream, 0.997)
+    simulator.delay(lane.stream, 0.997)
     submit, copies = lane.submit, []
 
     def failing(*arguments: object, **keywords: object) -> object:

@@ -193,7 +193,7 @@ EXACT = Case("exact", "matrices", steps=5, ranks=2)
 def step_with_held_uploads(rank: int) -> bool:
     with trained(EXACT, 3) as loop:
         engine = loop.optimizer.engine
-        with held(engine.registry.transport.to_device._stream):
+        with held(engine.registry.transport.to_device.stream):
             loop.step(3)
             time.sleep(LATE_SECONDS)
             arrivals = [each.arriving for each in engine.offloaded.values()]
@@ -229,7 +229,7 @@ def compute_behind_step(rank: int) -> bool:
     """Whether the compute stream ends a step while the weights of that step are held."""
     with trained(Case("auto windows", "matrices", steps=9, ranks=2), 6) as loop:
         loop.loss(6).backward()
-        with held(loop.optimizer.engine.ranks._weights._stream):
+        with held(loop.optimizer.engine.ranks.weight_gather.stream):
             loop.optimizer.step()
             deadline = time.monotonic() + 10
             while not (ended := default_stream().query()) and time.monotonic() < deadline:
@@ -245,7 +245,7 @@ def test_compute_does_not_wait_for_weights(ranks: RankProcesses) -> None:
 def backward_behind_weights(rank: int) -> tuple[bool, bool]:
     with trained(EXACT, 3) as loop:
         loss = loop.loss(3)
-        with held(loop.optimizer.engine.ranks._weights._stream):
+        with held(loop.optimizer.engine.ranks.weight_gather.stream):
             loss.backward()
             time.sleep(LATE_SECONDS)
             early = default_stream().query()

@@ -123,23 +123,23 @@ def test_reading_waits_for_device_events():
 
 def test_pending_device_events_stay_bounded():
     timeline = Timeline()
-    for i in range(3 * timeline_module._DRAIN_ABOVE):
+    for i in range(3 * timeline_module.DRAIN_ABOVE):
         timeline.add_device(CLOCK, "D2H", "copy", FakeDeviceEvent(float(i)), FakeDeviceEvent(i + 0.5), step=i)
-        assert len(timeline._device_rows) <= timeline_module._DRAIN_ABOVE + 1
+        assert len(timeline._device_rows) <= timeline_module.DRAIN_ABOVE + 1
     blocked = FakeDeviceEvent(0.5, done=False)
     slow = Timeline()
-    for _ in range(timeline_module._DRAIN_ABOVE + 10):
+    for _ in range(timeline_module.DRAIN_ABOVE + 10):
         slow.add_device(CLOCK, "D2H", "copy", FakeDeviceEvent(0.0), blocked, step=0)
     assert not blocked.done  # recording never waits for the device
-    assert len(timeline.events()) == 3 * timeline_module._DRAIN_ABOVE
+    assert len(timeline.events()) == 3 * timeline_module.DRAIN_ABOVE
 
 
 def test_recording_does_not_wait_for_a_reader():
     timeline = Timeline()
     with timeline._reading:
-        for _ in range(timeline_module._DRAIN_ABOVE + 2):
+        for _ in range(timeline_module.DRAIN_ABOVE + 2):
             timeline.add_device(CLOCK, "D2H", "copy", FakeDeviceEvent(0.0), FakeDeviceEvent(1.0), step=0)
-    assert len(timeline.events()) == timeline_module._DRAIN_ABOVE + 2
+    assert len(timeline.events()) == timeline_module.DRAIN_ABOVE + 2
 
 
 @pytest.mark.gpu

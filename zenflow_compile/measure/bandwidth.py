@@ -111,9 +111,9 @@ def rates(device: torch.device, cores: tuple[int, ...]) -> Bandwidths:
         device: the other end of the link.
         cores: the logical cores of the workers.
     """
-    host = _Host(_fitting(_QUICK_BYTES), len(cores))
+    host = HostMemory(_fitting(_QUICK_BYTES), len(cores))
     _in_threads(cores, host.fill)
-    seconds = median(_in_turns({"add": partial(_in_threads, cores, host.add)}, _QUICK_ROUNDS)["add"])
+    seconds = median(in_turns({"add": partial(_in_threads, cores, host.add)}, _QUICK_ROUNDS)["add"])
     elements = host.elements
     del host
     link = link_rates(device, _fitting(_QUICK_LINK_BYTES), _QUICK_ROUNDS)[0]
@@ -129,10 +129,10 @@ def host_rates(threads: int, total_bytes: int, rounds: int) -> HostRates:
         rounds: at most; their medians count, and one more comes before them.
     """
     cores = choose_cores(physical_cores(), threads, {})
-    host = _Host(total_bytes, threads, host_kernel())
+    host = HostMemory(total_bytes, threads, host_kernel())
     _in_threads(cores, host.fill)
     works = {"copy": host.copy, "add": host.add, "adam": host.adam}
-    seconds = _in_turns({name: partial(_in_threads, cores, work) for name, work in works.items()}, rounds)
+    seconds = in_turns({name: partial(_in_threads, cores, work) for name, work in works.items()}, rounds)
     copied, added, updated = (host.elements / median(seconds[name]) for name in works)  # per second
     return HostRates(threads, 8 * copied, 12 * added, ADAM_BYTES * updated, updated)
 
@@ -204,7 +204,7 @@ def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> 
 
 def _rate_of(device: torch.device, update: Callable[[], None], elements: int, rounds: int) -> DeviceRate:
     """The rate of ``update``, one call of which updates ``elements`` parameters."""
-    seconds = _in_turns({"update": partial(_seconds, device, update)}, rounds)["update"]
+    seconds = in_turns({"update": partial(_seconds, device, update)}, rounds)["update"]
     per_second = elements / median(seconds)
     return DeviceRate(parameters=per_second, bytes=DEVICE_ADAM_BYTES * per_second)
 
@@ -239,11 +239,14 @@ def _fitting(wanted_bytes: int) -> int:
     return min(wanted_bytes, available_host_memory()[0] // _MEMORY_SHARE)
 
 
-class _Host:
+class HostMemory:
     """Host memory like a parameter's, and the work of each thread on its part.
 
     It is filled with ones, which stay far from overflow and from slow denormal numbers; a processor may skip zeros.
     Without a kernel there is only the memory for ``add``.
+
+    Attributes:
+        state: fp32 tensors; narrow: the new weights and the gradients, in bf16.
     """
 
     def __init__(self, total_bytes: int, threads: int, kernel: HostAdam | None = None) -> None:
@@ -255,29 +258,29 @@ class _Host:
         pieces = [((self.elements,), torch.float32)] * fp32 + [((self.elements,), torch.bfloat16)] * bf16
         arena = HostArena(carved_bytes(pieces))
         tensors = [arena.take(*piece) for piece in pieces]
-        self._state, self._narrow = tensors[:fp32], tensors[fp32:]
+        self.state, self.narrow = tensors[:fp32], tensors[fp32:]
 
     def fill(self, index: int) -> None:
         """Touch the part of a thread, so that its pages are near to its core, and are not all one page of zeros."""
         with torch_private.one_intra_op_thread():
-            for tensor in (*self._state, *self._narrow):
+            for tensor in (*self.state, *self.narrow):
                 tensor[self._parts[index]].fill_(1.0)
 
     def copy(self, index: int) -> None:
         part = self._parts[index]
         with torch_private.one_intra_op_thread():
-            self._state[2][part].copy_(self._state[1][part])
+            self.state[2][part].copy_(self.state[1][part])
 
     def add(self, index: int) -> None:
         part = self._parts[index]
         with torch_private.one_intra_op_thread():
-            self._state[0][part].add_(self._state[1][part], alpha=1e-6)
+            self.state[0][part].add_(self.state[1][part], alpha=1e-6)
 
     def adam(self, index: int) -> None:
         assert self._kernel is not None
-        out, *window = self._narrow
+        out, *window = self.narrow
         coefficients = [_COEFFICIENTS] * WINDOW_GRADIENTS
-        update = WindowUpdate(self._state, out, window, coefficients, step=WINDOW_GRADIENTS, eps=1e-8)
+        update = WindowUpdate(self.state, out, window, coefficients, step=WINDOW_GRADIENTS, eps=1e-8)
         self._kernel(update, self._parts[index])
 
 
@@ -291,7 +294,7 @@ def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, 
         on_device = arena.take((size_bytes,), torch.uint8).fill_(1)
         copy = copy_without_gil
     works = {"down": partial(copy, on_host, on_device), "up": partial(copy, on_device, on_host)}
-    seconds = _in_turns({name: partial(_seconds, device, work) for name, work in works.items()}, rounds)
+    seconds = in_turns({name: partial(_seconds, device, work) for name, work in works.items()}, rounds)
     return LinkRates(memory, size_bytes / median(seconds["down"]), size_bytes / median(seconds["up"]))
 
 
@@ -321,7 +324,7 @@ def _in_threads(cores: Sequence[int], work: Callable[[int], None]) -> float:
     return max(ends) - min(begins)
 
 
-def _in_turns(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def in_turns(works: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each work in each round. The works take turns, so that a slow minute of the machine slows all of them.
 
     One more round comes first and does not count: it makes pages resident and compiles kernels. If rounds take long,

@@ -81,6 +81,9 @@ class StreamLane:
 
     Where the driver has stream memory operations, the stream raises a flag after every copy, so that workers need no
     call of the driver to see that it is done, and the stream itself waits for the flags of jobs.
+
+    Attributes:
+        stream: in which copies run.
     """
 
     def __init__(self, name: str, device: Device, streams: Streams, recorder: Recorder) -> None:
@@ -89,7 +92,7 @@ class StreamLane:
         # Uploads wait for jobs, which wait for downloads: the two need different priorities, or the waiting stream may
         # stall the other one. See [Note: progress] in stream_flags.
         self._urgent = name == "H2D"
-        self._stream = streams.acquire(urgent=self._urgent)
+        self.stream = streams.acquire(urgent=self._urgent)
         self._recorder = recorder
         self._flags = make_flags(1, device)
         self._copies = 0
@@ -110,7 +113,7 @@ class StreamLane:
         behind: Ticket | None = None,
         users: Users | None = None,
     ) -> StreamTicket:
-        streams, stream, timeline = self._streams, self._stream, self._recorder.timeline
+        streams, stream, timeline = self._streams, self.stream, self._recorder.timeline
         start = None if timeline is None else streams.event(timed=True)
         end = streams.event(timed=timeline is not None)
         # Backwards run on autograd's own thread: the producing stream is the current one here, not the creator's.
@@ -150,13 +153,13 @@ class StreamLane:
         return work.flag is not None
 
     def settle(self) -> None:
-        self._stream.synchronize()
+        self.stream.synchronize()
 
     def close(self) -> None:
         if not self._closed:
-            self._stream.synchronize()  # raises on a dead device, whose stream no other lane should get
+            self.stream.synchronize()  # raises on a dead device, whose stream no other lane should get
             self._closed = True
-            self._streams.release(self._stream, urgent=self._urgent)
+            self._streams.release(self.stream, urgent=self._urgent)
 
     def runs(self, thread: threading.Thread) -> bool:
         """Always False: a stream is no thread."""
@@ -168,5 +171,5 @@ class StreamLane:
         self._copies += 1
         flag = Flag(self._flags, 0, self._copies)
         # Queued after the copy, and the stream keeps the order: a thread that sees the value sees the copied bytes.
-        flag.write_from(self._streams, self._stream)
+        flag.write_from(self._streams, self.stream)
         return flag

@@ -141,6 +141,7 @@ class StreamedAdam:
 
     Attributes:
         params: the streamed parameters, by index in the plan.
+        buffers: that state is copied into; loaded: state that is in one, by the subgroup's number.
     """
 
     def __init__(self, to_host: CopyLane, to_device: CopyLane, recorder: Recorder, device: torch.device) -> None:
@@ -151,9 +152,9 @@ class StreamedAdam:
         self._device = device
         self._subgroups: list[Subgroup] = []
         self._expected: list[Subgroup] = []  # to prefetch: those that had a gradient in the last update
-        self._buffers: list[StreamBuffer] = []
+        self.buffers: list[StreamBuffer] = []
         self._free: deque[StreamBuffer] = deque()
-        self._loaded: dict[int, Loaded] = {}  # by the subgroup's number
+        self.loaded: dict[int, Loaded] = {}
         self._write_backs = 0
 
     # Memory.
@@ -191,14 +192,14 @@ class StreamedAdam:
         all_subgroups = [*self._subgroups, *subgroups]
         elements = max((each.host.numel() for each in all_subgroups), default=0)
         count = min(STREAM_BUFFERS, len(all_subgroups))
-        if count == len(self._buffers) and (not count or elements <= self._buffers[0].tensor.numel()):
+        if count == len(self.buffers) and (not count or elements <= self.buffers[0].tensor.numel()):
             return
         shape = (elements,)
         buffers = [StreamBuffer(torch.empty(shape, dtype=torch.float32, device=self._device)) for _ in range(count)]
         self.abandon()
         for each in self._subgroups:
             each.views.clear()
-        self._buffers, self._free = buffers, deque(buffers)
+        self.buffers, self._free = buffers, deque(buffers)
 
     def add(self, subgroups: Sequence[Subgroup]) -> None:
         """Update ``subgroups`` from here on."""
@@ -209,13 +210,13 @@ class StreamedAdam:
     @property
     def device_bytes(self) -> int:
         """Device memory of buffers and step counts."""
-        return sum(buffer.tensor.nbytes for buffer in self._buffers) + FP32_BYTES * len(self._steps_on_device)
+        return sum(buffer.tensor.nbytes for buffer in self.buffers) + FP32_BYTES * len(self._steps_on_device)
 
     def list_memory(self, found: MemoryList) -> None:
         """Add the device's memory."""
-        loaded = [each.buffer.tensor for each in self._loaded.values()]
+        loaded = [each.buffer.tensor for each in self.loaded.values()]
         found.content(*loaded, *self._steps_on_device)
-        found.scratch(*(buffer.tensor for buffer in self._buffers))
+        found.scratch(*(buffer.tensor for buffer in self.buffers))
 
     @property
     def _steps_on_device(self) -> list[Tensor]:
@@ -226,7 +227,7 @@ class StreamedAdam:
     def prefetch(self) -> None:
         """Start to copy in the first subgroups of the next update, one per buffer."""
         if self._free:
-            self._load(self._expected[: len(self._buffers)])
+            self._load(self._expected[: len(self.buffers)])
 
     def update(self, coefficients_of: CoefficientsOf) -> None:
         """Do one AdamW step on every parameter that has a gradient, subgroup by subgroup.
@@ -239,16 +240,16 @@ class StreamedAdam:
             return
         self._expected = due
         # A prefetched subgroup may be due later than one that was not expected, which needs a buffer first.
-        first = {subgroup.number for subgroup in due[: len(self._buffers)]}
-        for number in [number for number in self._loaded if number not in first]:
+        first = {subgroup.number for subgroup in due[: len(self.buffers)]}
+        for number in [number for number in self.loaded if number not in first]:
             self._drop(number)
         for position, subgroup in enumerate(due):
-            self._load(due[position : position + len(self._buffers)])
+            self._load(due[position : position + len(self.buffers)])
             self._update(subgroup, coefficients_of)
 
     def _load(self, upcoming: Sequence[Subgroup]) -> None:
         for subgroup in upcoming:
-            if subgroup.number in self._loaded:
+            if subgroup.number in self.loaded:
                 continue
             if not self._free:
                 return
@@ -268,16 +269,16 @@ class StreamedAdam:
                 self._to_device.settle()
                 raise
             # One statement without calls, so that no interrupt finds the buffer both free and loaded, or neither.
-            self._loaded[subgroup.number], self._free = loaded, others
+            self.loaded[subgroup.number], self._free = loaded, others
 
     def _drop(self, number: int) -> None:
         """Give up a subgroup's buffer without an update: the state in host memory is current."""
-        buffer, ticket = self._loaded.pop(number)
+        buffer, ticket = self.loaded.pop(number)
         ticket.wait_on_device()  # orders the next copy into the buffer behind this one
         self._free.append(buffer)
 
     def _update(self, subgroup: Subgroup, coefficients_of: CoefficientsOf) -> None:
-        buffer, ticket = self._loaded.pop(subgroup.number)
+        buffer, ticket = self.loaded.pop(subgroup.number)
         with self._recorder.stall(not ticket.done(), param=subgroup.name):
             ticket.wait_on_device()
         together: dict[tuple[StepCoefficients, float], list[Update]] = {}
@@ -331,12 +332,12 @@ class StreamedAdam:
         """Wait for all copies in flight, ignore their failures, and free all buffers."""
         for ticket in self._tickets():
             ticket.settle()
-        self._loaded.clear()
+        self.loaded.clear()
         for subgroup in self._subgroups:
             subgroup.write_back = None
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer.write_back = None
-        self._free = deque(self._buffers)
+        self._free = deque(self.buffers)
 
     def load(self, index: int, state: ResidentState | None) -> None:
         """Put back a checkpoint's state of parameter ``index``; None resets it. Nothing may be in flight.
@@ -354,7 +355,7 @@ class StreamedAdam:
         own.mark = None
 
     def _tickets(self) -> Iterator[Ticket]:
-        for loaded in self._loaded.values():
+        for loaded in self.loaded.values():
             yield loaded.ticket
         for subgroup in self._subgroups:
             if subgroup.write_back is not None:

@@ -112,6 +112,7 @@ class NvmeCache:
         device: that copies from this memory asynchronously; None: no device does.
 
     Attributes:
+        chunks: all of them.
         pinned: whether a device can copy from this memory asynchronously.
     """
 
@@ -125,7 +126,7 @@ class NvmeCache:
         self._device = device
         self._arena = HostArena(0)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._chunks: list[Chunk] = []
+        self.chunks: list[Chunk] = []
         self._layout = _Layout({}, range(0))
         self._in_ring: list[CacheSpan] = []  # that a chunk has, or whose users may not be settled
         self._head = 0  # where the next chunk of the ring goes, if there is room
@@ -157,7 +158,7 @@ class NvmeCache:
             RuntimeError: the system does not start a thread.
         """
         arena = HostArena(size, self._device) if size > self.nbytes else None
-        self._write_back()
+        self.write_back()
         needed_bytes = sum(map(self._content.size, plans))
         content = self._content
         file = self.files.directory.create(
@@ -181,32 +182,32 @@ class NvmeCache:
             flags = make_flags(len(chunks), self._device)
             for number, chunk in enumerate(chunks):
                 chunk.flags = None if flags is None else (flags, number)
-        self._chunks += chunks
+        self.chunks += chunks
         self._layout = self._laid_out()
         return chunks
 
-    def _write_back(self) -> None:
+    def write_back(self) -> None:
         """Write all changed chunks, and take their memory from all, unless a write fails.
 
         Raises:
             RuntimeError: one has failed.
         """
         self._withdraw()
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if chunk.changed:
                 self._write(chunk, step=self._recorder.step, deadline=_FIRST)
         self._settle_all()
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if chunk.write is not None and chunk.write.error is not None:
                 chunk.changed = chunk.place is not None  # only its memory has it, if any
                 chunk.write.wait()
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.place = None
         self._in_ring = []
 
     def _settle_all(self) -> None:
         """Wait until no job uses memory or files."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             _settle(chunk.place)
             _settle_file(chunk)
         for place in self._in_ring:
@@ -215,8 +216,8 @@ class NvmeCache:
     def _laid_out(self) -> _Layout:
         """The layout for all chunks, which must be without memory."""
         homes, begin = {}, 0
-        resident = resident_in_window([chunk.size for chunk in self._chunks], self.nbytes)
-        for chunk, stays in zip(self._chunks, resident, strict=True):
+        resident = resident_in_window([chunk.size for chunk in self.chunks], self.nbytes)
+        for chunk, stays in zip(self.chunks, resident, strict=True):
             if stays:
                 homes[chunk] = begin
                 begin += chunk.size
@@ -228,7 +229,7 @@ class NvmeCache:
         self._settle_all()
         for chunk in chunks:
             chunk.place = None
-        self._chunks = [chunk for chunk in self._chunks if chunk not in chunks]
+        self.chunks = [chunk for chunk in self.chunks if chunk not in chunks]
         for file in {chunk.file for chunk in chunks}:
             self.files.directory.remove(file)
 
@@ -236,7 +237,7 @@ class NvmeCache:
         """Free the memory. No update may be in flight, and no copy. Idempotent."""
         self._withdraw()
         self._settle_all()
-        self._chunks, self._in_ring = [], []
+        self.chunks, self._in_ring = [], []
         self._layout = _Layout({}, range(0))
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arena.close()
@@ -332,7 +333,7 @@ class NvmeCache:
         self._withdraw()
         homes = self._layout.homes
         ahead: list[CacheSpan] = []
-        in_order = sorted(self._chunks, key=lambda each: each.next_use) if order is None else order
+        in_order = sorted(self.chunks, key=lambda each: each.next_use) if order is None else order
         for number, chunk in enumerate(in_order):
             if chunk in homes or not chunk.in_file or chunk.error is not None:
                 continue
@@ -393,7 +394,7 @@ class NvmeCache:
         if chunk in self._layout.homes:
             users = [] if chunk.place is None else chunk.place.unsettled()
             return CacheSpan(begin, end, memory, self._content.view(memory, chunk.plan), users)
-        owners = {id(each.place): each for each in self._chunks}
+        owners = {id(each.place): each for each in self.chunks}
         overlapped = [place for place in self._in_ring if _overlap(place, begin, end)]
         for place in overlapped:
             if (other := owners.get(id(place))) is not None:

@@ -73,6 +73,9 @@ class ScratchDirectory:
     Raises:
         ValueError: it does not exist, is not a directory, cannot be written to, is in use by another optimizer, or has
             under one of our names something that is not a plain file of this user.
+
+    Attributes:
+        files: those that were made and not removed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -84,7 +87,7 @@ class ScratchDirectory:
                 "happens; remove that permission (chmod o-w), or name another directory",
                 stacklevel=user_stacklevel(),
             )
-        self._files: list[StateFile] = []
+        self.files: list[StateFile] = []
         self._numbers = itertools.count()
         try:
             # An ``flock`` on a file with this process's id, until ``close``, or until the process ends.
@@ -156,7 +159,7 @@ class ScratchDirectory:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise too_small("less") from error
             raise self.unusable(error) from error
-        self._files.append(file)
+        self.files.append(file)
         return file
 
     def remove(self, file: StateFile) -> None:
@@ -165,12 +168,12 @@ class ScratchDirectory:
             file.path.unlink()
         with contextlib.suppress(OSError):
             file.close()
-        if file in self._files:
-            self._files.remove(file)
+        if file in self.files:
+            self.files.remove(file)
 
     def close(self) -> None:
         """Remove the files and release the directory. Completes a call that was interrupted."""
-        for file in list(self._files):
+        for file in list(self.files):
             self.remove(file)
         if not self._lock.closed:
             with contextlib.suppress(OSError):
@@ -180,9 +183,9 @@ class ScratchDirectory:
 
     def close_in_child(self) -> None:
         """In a forked child: close the parent's files and its lock, which would outlive it. Removes nothing."""
-        for file in self._files:
+        for file in self.files:
             file.close()
-        self._files = []
+        self.files = []
         self._lock.close()
 
     def unusable(self, error: OSError) -> ValueError:

@@ -34,7 +34,7 @@ RESERVE = 20  # one of so many parts of the limit stays free: later steps differ
 _MEASURED = 3  # the optimizer step that begins behind a measured one: the first compiles, the second makes buffers
 _NOTICED_AFTER = 2  # steps: by then a loop has compiled what it runs
 _NAMED = 4
-_WITHIN_BUDGET = "the budget of offload_weights has room for it"
+WITHIN_BUDGET = "the budget of offload_weights has room for it"
 
 
 class WeightRoom:
@@ -189,6 +189,7 @@ class HostWeights:
         loaded_bytes: of weights that may be unloaded, now; peak_bytes: at most since the last optimizer step began.
         held_bytes: of those that are held, since then.
         loads: since then.
+        room: as given.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class HostWeights:
         self._option = option
         self._transport = transport
         self._device = device
-        self._room = room
+        self.room = room
         self._shapes: list[tuple[int, ...]] = []  # of all parameters
         self._lock = threading.RLock()
         self._arenas: list[HostArena] = []
@@ -246,15 +247,15 @@ class HostWeights:
         if not plans:
             return decided
         budget = weight_budget(self._option, {each.name: each.weight_bytes for each in plans})
-        if self._room is None:  # a measured peak has those that are kept already
-            kept = (p for p, reason in self.kept.items() if reason == _WITHIN_BUDGET)
+        if self.room is None:  # a measured peak has those that are kept already
+            kept = (p for p, reason in self.kept.items() if reason == WITHIN_BUDGET)
             budget -= sum(plan.params[p].weight_bytes for p in kept)
         sizes = {each.index: each.weight_bytes for each in plans}
         decided.shapes = [each.shape for each in plan.params]
         largest = max(sizes.values())
         ring_bytes = largest if budget < largest else None  # kept weights have taken the budget of a ring
         streamed, decided.ring_bytes = divide_budget(budget, decided.shapes, sizes, ring_bytes=ring_bytes)
-        decided.kept.update(dict.fromkeys(chosen.keys() - streamed, _WITHIN_BUDGET))
+        decided.kept.update(dict.fromkeys(chosen.keys() - streamed, WITHIN_BUDGET))
         decided.offloaded = {index: each for index, each in chosen.items() if index in streamed}
         staged = [each.staged_bytes for each in self.weights.values()]
         staged += [each.upload_bytes if p in hosts else each.weight_bytes for p, each in decided.offloaded.items()]
@@ -277,8 +278,8 @@ class HostWeights:
             self._arenas.append(decided.arena)
             self.ring_bytes = self.prefetch.ring_bytes = decided.ring_bytes
             self._shapes = decided.shapes
-            if self._room is not None:
-                self._room.restart()
+            if self.room is not None:
+                self.room.restart()
         self.kept.update(decided.kept)
         self.weights.update(decided.weights)
 
@@ -438,18 +439,18 @@ class HostWeights:
         return fitting
 
     def _fitting(self) -> dict[int, str]:
-        if self._room is None:
+        if self.room is None:
             return {}
         # Those that no graph loads are on the device already, and in its peak.
         sizes = {p: weight.nbytes for p, weight in self.weights.items() if weight.served}
-        spare = self._room.begin_step(steady=bool(sizes) and not self.held_bytes)
+        spare = self.room.begin_step(steady=bool(sizes) and not self.held_bytes)
         if spare is None or spare <= 0:
             return {}
         # Graphs that are compiled load within their ring: a larger one would be of no use to them.
         streamed, _ = divide_budget(self.ring_bytes + spare, self._shapes, sizes, ring_bytes=self.ring_bytes)
         # Copies that are on their way would keep their buffers if a weight found no memory.
         self.prefetch.drop()
-        return dict.fromkeys(sorted(sizes.keys() - streamed), _WITHIN_BUDGET)
+        return dict.fromkeys(sorted(sizes.keys() - streamed), WITHIN_BUDGET)
 
     def _warn_of_unread(self) -> None:
         names = [each.plan.name for each in self.weights.values() if not each.served]

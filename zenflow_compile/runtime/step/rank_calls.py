@@ -39,7 +39,7 @@ class RankCalls(StepMessages):
     ) -> None:
         super().__init__(group, registry, recorder)
         self.reduction = GradientReduction(group, registry, device, _DTYPES[options.communication_data_type])
-        self._weights = WeightGather(group, device_of(device))
+        self.weight_gather = WeightGather(group, device_of(device))
 
     def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
         with self.group.announcing():
@@ -48,7 +48,7 @@ class RankCalls(StepMessages):
     def begin_backward(self) -> None:
         # The last update may have brought the selection by which a gradient is split, and this rank may not have
         # fetched the parameter.
-        self._weights.wait()
+        self.weight_gather.wait()
         self.reduction.begin_backward()
 
     def end_backward(self) -> None:
@@ -94,10 +94,10 @@ class RankCalls(StepMessages):
         with self.group.announcing():
             written = self._follow_writes(self.group.exchange(call, self._notice_writes(number)))
             # Hazard: uploads that start inside of the block take buffers that the last gather may still read.
-            self._weights.wait()
+            self.weight_gather.wait()
             yield written
             merged = [each for each in self._registry.offloaded.values() if each.merged]
-            self._weights.gather([Changed(each, whole=True) for each in merged])
+            self.weight_gather.gather([Changed(each, whole=True) for each in merged])
             for offloaded in merged:
                 offloaded.receive_weights()
                 if (sample := offloaded.weights.sample) is not None:
@@ -144,22 +144,22 @@ class RankCalls(StepMessages):
             if whole or index in have_slices:
                 changed.append(Changed(offloaded, whole=whole))
         changed.sort(key=lambda each: self.reduction.first_use(each.offloaded.plan.index))
-        self._weights.gather(changed, apply)
+        self.weight_gather.gather(changed, apply)
 
     def gather_streamed(self, indices: Sequence[int]) -> None:
         """Bring streamed parameters that were updated to all ranks, which have updated the same ones."""
         streamed = self._registry.streamed.params
-        self._weights.gather_flat([streamed[index] for index in indices if streamed[index].plan.flat is not None])
+        self.weight_gather.gather_flat([streamed[index] for index in indices if streamed[index].plan.flat is not None])
 
     def list_memory(self, found: MemoryList) -> None:
         """Add the device's memory of gradients that were not sent, and of selections."""
         self.reduction.list_memory(found)
-        self._weights.list_memory(found)
+        self.weight_gather.list_memory(found)
 
     def release_stream(self) -> None:
         """Give the gather stream back, unless a rank failed: it may wait for that rank forever. Idempotent."""
         if not self.group.failed:
-            self._weights.close()
+            self.weight_gather.close()
 
     def begin_state_dict(self) -> None:
         """Check that all ranks are about to gather their state.
@@ -172,4 +172,4 @@ class RankCalls(StepMessages):
     def forget(self) -> None:
         """Forget gradients and selections that were sent: a state is about to be loaded."""
         self.reduction.reset()
-        self._weights.forget()
+        self.weight_gather.forget()
