@@ -277,7 +277,7 @@ RANK_MUTANTS = {
         "ranks.rank_group:RankGroup._wait", "work.wait()", Case("exact", "matrices", delays=LATE_COLLECTIVES, ranks=2)
     ),
     "flush before the weights of the step": without(
-        "step.rank_calls:RankCalls.ending", "self._weights.wait()",
+        "step.rank_calls:RankCalls.ending", "self.weight_gather.wait()",
         Case("windows", "gpt", habit="flush", delays=LATE_COLLECTIVES, ranks=2),
     ),
     "selection reused while it is read": without(
