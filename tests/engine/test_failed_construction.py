@@ -17,12 +17,12 @@ from torch import nn
 
 from tests.support.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime import autograd_hooks, ops
+from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device import staging_ring
 from zenflow_compile.runtime.device_updates import streamed_adam
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host import arena, host_adam, native_pool
-from zenflow_compile.runtime.parameters import allocation, capacity, device_state, host_state
+from zenflow_compile.runtime.parameters import allocation, capacity, claim, device_state, host_state
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,7 +63,7 @@ CALLS: list[tuple[Any, str, Callable[[str], Exception]]] = [
     (host_adam, "AtenHostAdam", memory_error),
     (allocation, "make_flags", memory_error),
     (capacity, "require_host_memory", memory_error),
-    (autograd_hooks, "listen_to_grad", memory_error),
+    (claim, "listen_to_grad", memory_error),
     (threading.Thread, "start", thread_error),
 ]  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_failed_construction_releases_everything(name: str, tmp_path: Path) -> N
         point += 1
     assert point > 20
     runtime = "zenflow_compile.runtime"
-    assert {f"{runtime}.autograd_hooks.listen_to_grad", f"{runtime}.host.arena._map"} <= failed
+    assert {f"{runtime}.parameters.claim.listen_to_grad", f"{runtime}.host.arena._map"} <= failed
     if "nvme_path" in options:
         assert {"os.open", "os.pwrite", "os.ftruncate", "os.posix_fallocate", "os.fsync"} <= failed
 

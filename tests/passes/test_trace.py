@@ -22,7 +22,7 @@ from tests.support.recording import RecordingEngine
 from zenflow_compile.backend import zenflow
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.passes.pipeline import PIPELINES, SOURCES, source_hash
-from zenflow_compile.runtime.trace_annotations import event_name
+from zenflow_compile.runtime.ops import event_name
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 Recording = Callable[..., RecordingEngine]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.runtime import autograd_hooks, errors, ops
+from zenflow_compile.runtime import errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
-from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -46,7 +45,7 @@ class Engine(StepRunner):
         sharded: bool = False,
     ) -> None:
         super().__init__(groups, options, device, in_backward=in_backward, ranks=ranks, sharded=sharded)
-        self._end_callback = autograd_hooks.end_callback(weakref.ref(self))
+        self._end_callback = _end_callback(weakref.ref(self))
         # Last: from here on graphs, and the handler of forks, find the engine.
         ops.register_engine(self)
 
@@ -180,6 +179,8 @@ class Engine(StepRunner):
         with self.backward.lock:
             if self.order is not None:
                 self.order.follow()
+            if self.streamed.params:
+                self.streamed.prefetch()
             # Under the lock: a backward in another thread may bring a gradient of the same parameter.
             # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
             usual = torch_private.accumulates_all([offloaded.accumulate_node for offloaded in chosen])
@@ -256,8 +257,6 @@ class Engine(StepRunner):
                 if self.ranks is not None:
                     self.ranks.reduction.note_on_device(p)
                 return
-            if isinstance(param.grad, OffloadedGradient):
-                return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
             backward.contributed = True
             errors.refuse_sparse_grad(param, offloaded.plan.name)
             if self.in_backward:
@@ -373,6 +372,17 @@ def _is_only_in_grad(param: Parameter) -> bool:
     if isinstance(param, LocalShard):  # FSDP2 made the tensor, and refers to it until its hooks have run
         return not torch_private.adds_to_sharded_grad()
     return torch_private.only_parameter_holds_grad(param)
+
+
+def _end_callback(engine: weakref.ref[Engine]) -> Callable[[], None]:
+    """Make the callback that autograd calls when the backward in which it was queued is over, unless that raises."""
+
+    @torch_private.skipped_by_dynamo
+    def ended() -> None:
+        if (me := engine()) is not None:
+            me.end_backward(nested=torch_private.inside_backward_node())
+
+    return ended
 
 
 def _enter_child() -> None:

@@ -1,4 +1,4 @@
-"""The graph nodes of zenflow: schemas, fake kernels and the registry of live engines.
+"""The graph nodes of zenflow: schemas, fake kernels, names for the profiler, and the registry of live engines.
 
 The passes know nothing else of the runtime. The last arguments of an op are the engine's id and the parameter's index
 in its plan. Both are small stable integers, so that compiled graphs stay cacheable. Nothing that changes from step to
@@ -18,16 +18,24 @@ one read of its arguments; ``explain`` shows these parts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.runtime.trace_annotations import annotated
+from zenflow_compile.torch_internals.torch_private import profiler_active
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST_NAMES = 8
+"""An event of ``torch.profiler`` for more parameters names only the first ones."""
 
 
 class EngineOps(Protocol):
@@ -179,6 +187,35 @@ def marking_inference(code: Callable[..., Any], engine_id: int) -> Callable[...,
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def event_name(phase: str, names: Sequence[str]) -> str:
+    """``zenflow::phase (first, second, +7)``."""
+    shown = [*names[:MOST_NAMES], *([f"+{len(names) - MOST_NAMES}"] if len(names) > MOST_NAMES else [])]
+    return f"zenflow::{phase} ({', '.join(shown)})" if shown else f"zenflow::{phase}"
+
+
+def annotated(phase: str, names_of: Callable[..., Sequence[str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Show calls as ``zenflow::phase (names)`` in the profile, if ``torch.profiler`` or ``emit_nvtx`` is active.
+
+    Without a profiler this adds one call and one look at a flag. Python's workers show where the profiler records all
+    threads (``profile_all_threads``), native ones never.
+
+    Args:
+        names_of: returns the parameters' names for the function's arguments; called only if a profiler is active.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **keywords: P.kwargs) -> R:
+            if not profiler_active():
+                return function(*args, **keywords)
+            with record_function(event_name(phase, names_of(*args, **keywords))):
+                return function(*args, **keywords)
+
+        return run
+
+    return decorate
 
 
 _library = torch.library.Library("zenflow", "DEF")  # type: ignore[no-untyped-call]

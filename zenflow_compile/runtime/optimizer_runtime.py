@@ -26,13 +26,12 @@ from zenflow_compile.runtime.parameters.host_weight import Place
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step.backward import BackwardPass
+from zenflow_compile.runtime.step.backward import BackwardPass, StaleGradients
 from zenflow_compile.runtime.step.min_window import ShortestWindow
 from zenflow_compile.runtime.step.rank_calls import RankCalls
 from zenflow_compile.runtime.step.run_ahead import RunAhead
 from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.runtime.step.shard_calls import ShardCalls
-from zenflow_compile.runtime.step.stale_gradients import StaleGradients
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 from zenflow_compile.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.torch_internals import torch_private

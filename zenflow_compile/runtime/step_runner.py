@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
+from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
 from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
 from zenflow_compile.runtime.step.optimizer_step import Member, StepContext, commit_gradient, update_slices
-from zenflow_compile.runtime.trace_annotations import annotated
 
 
 class StepRunner(OptimizerRuntime):

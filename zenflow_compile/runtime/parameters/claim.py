@@ -19,9 +19,11 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime import autograd_hooks, ops
+from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.ops import is_owned
 from zenflow_compile.runtime.sharding import refuse_exchanged
+from zenflow_compile.torch_internals import torch_private
 
 
 class Owner:
@@ -94,7 +96,7 @@ class Claim:
         """Hook parameters that have no hook yet. A frozen parameter can only be hooked after it is unfrozen."""
         for p, param in enumerate(self.params):
             if param.requires_grad and p not in self._hooks:
-                self._hooks[p] = autograd_hooks.listen_to_grad(param, p, weakref.ref(self))
+                self._hooks[p] = listen_to_grad(param, p, weakref.ref(self))
 
     def holds(self, param: Tensor) -> bool:
         """Whether ``param`` is claimed."""
@@ -133,6 +135,24 @@ class Claim:
         """Give up all parameters. Idempotent."""
         ops.unregister_claim(self)
         self.keep(0)
+
+
+def listen_to_grad(param: Parameter, p: int, claim: weakref.ref[Claim]) -> RemovableHandle:
+    """Call ``accept_grad(p)`` whenever a gradient has reached ``param.grad`` that no engine has put there.
+
+    Parameters live longer than claims, so the hook refers to the claim weakly.
+    """
+
+    @torch_private.skipped_by_dynamo
+    def accumulated(param: Tensor) -> None:
+        grad = param.grad
+        if grad is None or type(grad) is OffloadedGradient:
+            return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
+        if (me := claim()) is not None:
+            me.accept_grad(p)
+
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+    return handle
 
 
 _REMEDY = "close() the optimizer, create it anew over model.parameters() after the change, and compile the model again"

@@ -31,9 +31,9 @@ from zenflow_compile.runtime.host.state_store import (
     Waits,
 )
 from zenflow_compile.runtime.host.workers import Job
+from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
-from zenflow_compile.runtime.trace_annotations import annotated
 
 TASK_ELEMENTS = 1 << 20
 """Most elements per task of a worker: so many that the overhead of a call vanishes, so few that other workers find

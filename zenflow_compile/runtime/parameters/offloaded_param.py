@@ -44,13 +44,13 @@ from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradie
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
 from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
 from zenflow_compile.runtime.host.state_store import UploadBuffer
+from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.sharding import LocalShard
-from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.timeline import OTHER_RANKS, DeviceEvent
 from zenflow_compile.torch_internals import torch_private
 

@@ -35,11 +35,11 @@ from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWo
 from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.host.state_store import UploadBuffer, Waits
 from zenflow_compile.runtime.host.workers import HostWorkers, Job
+from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm, StateRows
-from zenflow_compile.runtime.trace_annotations import annotated
 from zenflow_compile.torch_internals import torch_private
 
 # The most elements that a worker swaps at a time: they stay in its cache between the copies.
