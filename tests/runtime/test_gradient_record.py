@@ -416,7 +416,7 @@ def test_factors_are_final_without_a_host_read(monkeypatch: pytest.MonkeyPatch) 
     reads = HostReads(monkeypatch)
     finish(source.factors, records)
     assert reads.take() == {"stack": 1}
-    scales, unscales = [[record.grad_scale for record in records], [record.final_unscale for record in records]]
+    scales, unscales = zip(*(record.final for record in records), strict=True)
     assert len(set(scales)) == 4  # (1, 0.25), (0.5, 0.25) two times, (1, 0.25) with its own clip factor, and 1
     assert scales[1] is scales[2]
     assert scales[0] is unscales[0] is unscales[3]

@@ -81,15 +81,10 @@ class WindowCoefficients(NamedTuple):
     """prod(1 - lr_i * weight_decay_i)"""
     rate: float
     """sum(lr_i)"""
-    bias_correction1: float
-    """1 - beta1 ** step, with the last gradient's beta1"""
+    step_size: float
+    """The rate divided by 1 - beta1 ** step, with the last gradient's beta1, as in ``torch.optim.AdamW``"""
     bias_correction2_sqrt: float
     """sqrt(1 - beta2 ** step), with the last gradient's beta2"""
-
-    @property
-    def step_size(self) -> float:
-        """The rate with the first moment's bias correction folded in, as in ``torch.optim.AdamW``."""
-        return self.rate / self.bias_correction1
 
 
 def window_coefficients(coefficients: Sequence[StepCoefficients], step: int) -> WindowCoefficients:
@@ -109,11 +104,11 @@ def window_coefficients(coefficients: Sequence[StepCoefficients], step: int) -> 
             f"step={step} must be at least {len(coefficients)}, the number of gradients: it counts the gradients in "
             f"the moments after the window; add those of the window to the count before the flush"
         )
-    last = coefficients[-1]
+    last, rate = coefficients[-1], math.fsum(each.lr for each in coefficients)
     return WindowCoefficients(
         decay=math.prod(1.0 - each.lr * each.weight_decay for each in coefficients),
-        rate=math.fsum(each.lr for each in coefficients),
-        bias_correction1=1.0 - last.beta1**step,
+        rate=rate,
+        step_size=rate / (1.0 - last.beta1**step),
         bias_correction2_sqrt=math.sqrt(1.0 - last.beta2**step),
     )
 

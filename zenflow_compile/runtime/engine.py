@@ -190,15 +190,18 @@ class Engine(StepRunner):
             for offloaded, grad in zip(chosen, grads, strict=True):
                 param = offloaded.param
                 free = usual and param.grad is None and not param._backward_hooks
-                if free or self._takes(offloaded, grad):
-                    self._receive(offloaded, grad, split_now=split_now)
+                if not free and not self._takes(offloaded, grad):
+                    continue
+                if self.ranks is not None:
+                    self.ranks.contribute(offloaded, grad, send=split_now)
+                else:
+                    offloaded.receive(offloaded.matrix_of(grad), split_now=split_now)
 
-    def _receive(self, offloaded: OffloadedParam, grad: Tensor, *, split_now: bool) -> None:
+    def _receive(self, offloaded: OffloadedParam, grad: Tensor) -> None:
         if self.ranks is not None:
-            self.ranks.contribute(offloaded, grad, send=split_now)
+            self.ranks.contribute(offloaded, grad, send=self._split_now)
         else:
-            offloaded.receive(offloaded.matrix_of(grad), split_now=split_now)
-            offloaded.copy_to_host()
+            offloaded.receive(offloaded.matrix_of(grad), split_now=self._split_now)
 
     def _takes(self, offloaded: OffloadedParam, grad: Tensor) -> bool:
         """Whether the engine takes a gradient of a graph.
@@ -268,7 +271,7 @@ class Engine(StepRunner):
             if self.in_backward or _is_only_in_grad(param):
                 grad, param.grad = param.grad, None
                 assert grad is not None
-                self._receive(offloaded, grad, split_now=self._split_now)
+                self._receive(offloaded, grad)
             elif self.ranks is not None:
                 errors.refuse_gradient_of_user(offloaded.plan.name)
 
@@ -282,7 +285,7 @@ class Engine(StepRunner):
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
             if offloaded.takes_more(record):
-                self._receive(offloaded, grad, split_now=self._split_now)
+                self._receive(offloaded, grad)
             elif record.state is GradientState.CONSUMED:
                 record.state = GradientState.SPOILED
             elif record.state is not GradientState.SPOILED:

@@ -273,4 +273,7 @@ class StepRunner(OptimizerRuntime):
         if self.ranks is not None:
             self.ranks.reduction.reset()
         for offloaded in self.offloaded.values():
-            offloaded.discard()
+            if not self.in_backward:
+                offloaded.look()  # drops what is not in ``.grad``
+            elif offloaded.state is not GradientState.CONSUMED:
+                offloaded.drop()

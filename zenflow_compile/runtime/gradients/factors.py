@@ -22,15 +22,18 @@ Factor = float | Tensor
 
 
 class FinalFactors(NamedTuple):
-    """The factors that an optimizer step uses, of a gradient that has factors on the device.
+    """The factors that an optimizer step uses.
 
     Attributes:
         grad_scale: all factors.
         unscale: the one from loss scaling.
     """
 
-    grad_scale: Number
-    unscale: Number
+    grad_scale: Number = 1.0
+    unscale: Number = 1.0
+
+
+UNSCALED = FinalFactors()
 
 
 class Scaled(Protocol):
@@ -38,7 +41,7 @@ class Scaled(Protocol):
 
     clip: Factor
     unscale: Factor
-    final: FinalFactors | None
+    final: FinalFactors
 
 
 class Factors:
@@ -85,23 +88,21 @@ class Factors:
         self._copies = [each for each in self._copies if not each.done()]
 
     def finish(self, records: Iterable[Scaled], to_host: CopyLane, device: Device, *, step: int) -> None:
-        """Set ``final`` of ``records`` for an optimizer step. Starts one copy to the host, and waits for nothing."""
+        """Set ``final`` of ``records``, which have factors on the device. Starts one copy, and waits for nothing."""
         self._last = None
         found: dict[tuple[bool, float], Tensor] = {}
         products: dict[tuple[tuple[bool, float], tuple[bool, float]], Factor] = {}
         scaled: list[tuple[Scaled, Factor]] = []
         for record in records:
-            record.final = None
-            if type(record.clip) is float and type(record.unscale) is float:
-                continue
-            pair = _key(record.clip), _key(record.unscale)
+            clip, unscale = record.clip, record.unscale
+            pair = _key(clip), _key(unscale)
             if (product := products.get(pair)) is None:
-                product = products[pair] = product_of(record.clip, record.unscale)
+                product = products[pair] = product_of(clip, unscale)
             scaled.append((record, product))
-            for factor in (product, record.unscale):
+            for factor in (product, unscale):
                 if isinstance(factor, Tensor):
                     found[_key(factor)] = factor
-        if not scaled:
+        if not found:
             return
         numbers = dict(zip(found, self._late(list(found.values()), to_host, device, step), strict=True))
         for record, product in scaled:

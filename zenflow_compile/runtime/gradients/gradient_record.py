@@ -11,9 +11,8 @@ from typing import NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.gradients.factors import Factor, Factors, FinalFactors, multiply_, product_of
+from zenflow_compile.runtime.gradients.factors import UNSCALED, Factor, Factors, multiply_, product_of
 
 
 class GradientState(enum.Enum):
@@ -107,7 +106,7 @@ class GradientRecord:
         contributions: number of gradients added up in it since it was made or zeroed.
         clip: factor on its values from scaling in place, such as clipping.
         unscale: factor from loss scaling. Selection scores use it, but not ``clip``.
-        final: both for the optimizer step that has begun; None if they are numbers already.
+        final: both, for the optimizer step that has begun.
         norm: cached f32[] L2 norm without the factors.
         spare: ``norm``, and a copy of it for the next caller of ``l2_norm``.
         handle: the first ``OffloadedGradient`` of this gradient; each further one keeps it alive.
@@ -126,7 +125,7 @@ class GradientRecord:
         self.contributions = 0
         self.clip: Factor = 1.0
         self.unscale: Factor = 1.0
-        self.final: FinalFactors | None = None
+        self.final = UNSCALED
         self.norm: Tensor | None = None
         self.spare: tuple[Tensor, Tensor] | None = None
         self._source = source
@@ -148,22 +147,6 @@ class GradientRecord:
     def factor(self) -> Factor:
         """All factors on the values."""
         return product_of(self.clip, self.unscale)
-
-    @property
-    def grad_scale(self) -> Number:
-        """All factors, for the optimizer step that has begun."""
-        if self.final is not None:
-            return self.final.grad_scale
-        factor = self.clip * self.unscale
-        assert isinstance(factor, float)
-        return factor
-
-    @property
-    def final_unscale(self) -> Number:
-        """The factor from loss scaling, for the optimizer step that has begun."""
-        unscale = self.unscale if self.final is None else self.final.unscale
-        assert not isinstance(unscale, Tensor)
-        return unscale
 
     def read(self) -> Tensor:
         """The gradient as a dense tensor, which callers must not write: a dense gradient returns its own tensor.
@@ -311,7 +294,7 @@ class GradientRecord:
         """Add the device's memory of norm and factors."""
         found.content(self.norm, *(self.spare or ()))
         found.content(*(each for each in (self.clip, self.unscale) if isinstance(each, Tensor)))
-        found.numbers(self.final or ())
+        found.numbers(self.final)
 
     def check_usable(self) -> None:
         """
@@ -352,9 +335,7 @@ class GradientRecord:
         Args:
             keep: it becomes dense if a tensor of it is alive.
         """
-        if not self.state.away:
-            return
-        if keep and self.first_tensor is not None:
+        if self.state.away and keep and self.first_tensor is not None:
             with suppress(RuntimeError):  # a failed copy, which raises elsewhere
                 self.make_dense()
         if self.state.away:

@@ -145,10 +145,10 @@ def listen_to_grad(param: Parameter, p: int, claim: weakref.ref[Claim]) -> Remov
 
     @torch_private.skipped_by_dynamo
     def accumulated(param: Tensor) -> None:
-        grad = param.grad
-        if grad is None or type(grad) is OffloadedGradient:
+        # Hazard: a variable for the gradient would be a reference that the engine takes for one of the user's.
+        if type(param.grad) is OffloadedGradient:
             return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
-        if (me := claim()) is not None:
+        if param.grad is not None and (me := claim()) is not None:
             me.accept_grad(p)
 
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]

@@ -40,9 +40,8 @@ from zenflow_compile.runtime.device_updates.version_counter import VersionCounte
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.factors import Factors, multiply_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
-from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient, ShownGradient
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
-from zenflow_compile.runtime.gradients.shown_gradient import ShownGradient
 from zenflow_compile.runtime.host.state_store import UploadBuffer
 from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
@@ -128,7 +127,7 @@ class IncomingGradient(ShownGradient):
         return torch_private.asked_for(self.accumulate_node)
 
     def receive(self, matrix: Tensor, *, split_now: bool) -> None:
-        """Take one contribution: split it if ``split_now``, else add it up on the device.
+        """Take one contribution: split it if ``split_now``, and start its copy, else add it up on the device.
 
         ``.grad`` must hold the engine's gradient, a zeroed one, or None: see ``leaves_to_autograd``.
 
@@ -144,15 +143,17 @@ class IncomingGradient(ShownGradient):
             record, shown = self._new_record()
         elif record.state is not _LOCAL:
             self._receive_more(record, matrix, split_now=split_now)
+            self.copy_to_host()
             return
         if split_now:
             self._split(matrix)
         else:
             self._sum().copy_(matrix)
         self._show(record, shown, _PARTS if split_now else _ON_DEVICE)
+        self.copy_to_host()
 
     def receive_share(self, share: Tensor) -> None:
-        """Take this rank's share [slices, length] of the mean of a contribution over ranks, and start its copy.
+        """Take this rank's share [slices, length] of the mean of a contribution over ranks.
 
         Raises:
             RuntimeError: ``.grad`` holds a tensor of the user's, to which autograd would have added the gradient if
@@ -162,7 +163,6 @@ class IncomingGradient(ShownGradient):
         if grad is not None and self.look() is None and not self._zeroed(grad):
             errors.refuse_gradient_of_user(self.plan.name)
         self.receive(share, split_now=True)
-        self.copy_to_host()
 
     def receive_local(self, matrix: Tensor) -> None:
         """Show in ``.grad`` that this rank has a contribution, before its mean over ranks is known.

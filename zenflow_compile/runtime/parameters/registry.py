@@ -24,6 +24,8 @@ from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.resident_adam import has_master
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
+from zenflow_compile.runtime.gradients.factors import UNSCALED, FinalFactors
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
 from zenflow_compile.runtime.nvme.cache import CacheBytes
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.capacity import checked_plan
@@ -300,10 +302,18 @@ class ParamRegistry:
 
     def finish_factors(self) -> None:
         """Make the factors on all gradients of the optimizer step final, without a wait for the device."""
+        on_device: list[GradientRecord] = []
+        for offloaded in self.offloaded.values():
+            if (record := offloaded.record) is None:
+                continue
+            clip, unscale = record.clip, record.unscale
+            if isinstance(clip, float) and isinstance(unscale, float):
+                record.final = UNSCALED if clip == unscale == 1.0 else FinalFactors(clip * unscale, unscale)
+            else:
+                on_device.append(record)
         if (factors := self.gradients.factors).deferred:
-            records = [each.record for each in self.offloaded.values() if each.record is not None]
             step = self.transport.recorder.step
-            factors.finish(records, self.transport.to_host, device_of(self._device), step=step)
+            factors.finish(on_device, self.transport.to_host, device_of(self._device), step=step)
 
     def drop_grads(self) -> None:
         """Clear ``.grad`` of all parameters."""

@@ -11,6 +11,7 @@ from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.slice_state import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
+from zenflow_compile.runtime.gradients.factors import UNSCALED
 from zenflow_compile.runtime.parameters.device_state import feed_scores
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
@@ -47,8 +48,8 @@ class StepContext:
         members: list[Member] = []
         groups, known = self._registry.group_numbers, self._known
         for offloaded in params:
-            record, index = offloaded.record, offloaded.plan.index
-            grad_scale: Number = 1.0 if record is None else record.grad_scale
+            index = offloaded.plan.index
+            grad_scale = 1.0 if (record := offloaded.record) is None else record.final.grad_scale
             if (found := known.get((groups[index], grad_scale))) is None:
                 found = known[groups[index], grad_scale] = self._registry.coefficients(index, grad_scale)
             members.append(Member(offloaded, *found))
@@ -92,7 +93,8 @@ def update_slices(members: Sequence[Member]) -> None:
     for offloaded in params:
         if (home := offloaded.weights.home) is not None and home.loaded and offloaded.weights.put_into_slices():
             home.load()
-    feed_scores([each.device for each in params], [each.unscale for each in params])
+    finals = [UNSCALED if each.record is None else each.record.final for each in params]
+    feed_scores([each.device for each in params], [final.unscale for final in finals])
 
 
 def commit_gradient(member: Member, context: StepContext) -> FlushedWindow | None:
@@ -102,10 +104,11 @@ def commit_gradient(member: Member, context: StepContext) -> FlushedWindow | Non
         The flushed window; its job is to be submitted.
     """
     offloaded, coefficients, eps = member
-    present = offloaded.record is not None
+    record, present = offloaded.record, offloaded.record is not None
     step, plan, schedule = context.step, offloaded.plan, context.schedule
     if schedule.adaptive:
-        due = schedule.flushes(plan, offloaded.device, step, present=present, unscale=offloaded.unscale)
+        unscale = 1.0 if record is None else record.final.unscale
+        due = schedule.flushes(plan, offloaded.device, step, present=present, unscale=unscale)
     else:
         due = context.warming_up or step % plan.interval == plan.phase
     offloaded.commit(coefficients if present else None)

@@ -286,11 +286,12 @@ class UploadScheduler:
             in_flight.pop()
         free = self._registry.transport.up_ring.free
         for offloaded in reversed(in_flight):
-            if offloaded.upload is not None or not offloaded.due(now):
+            if offloaded.upload is not None:
                 continue
             if free < 2:  # the last buffer is for the parameter that is needed now
                 return
-            free -= offloaded.start_upload()
+            if offloaded.due(now):
+                free -= offloaded.start_upload()
 
 
 def _lost_by_change(name: str) -> LostUpdateError:
