@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.simulated.build import build, missing
 from tests.simulated.process import SimulatedProcess
+from tests.support.copies import Copies
 from tests.support.recording import RecordingEngine
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.parameters import host_weights
@@ -117,6 +118,14 @@ def asynchronous_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of any size may be in host memory."""
     monkeypatch.setattr(host_weights, "SMALLEST_WEIGHT_BYTES", 1)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """The copies of all lanes, made as the test says."""
+    made = Copies()
+    monkeypatch.setattr(thread_lane, "copy_without_gil", made)
+    return made
 
 
 @pytest.fixture

@@ -538,7 +538,7 @@ def test_interrupted_prefetch_loses_no_buffer() -> None:
     streamed = training.optimizer.engine.registry.streamed
 
     def each_buffer_is_free_or_loaded() -> None:
-        buffers = [*streamed._free, *(loaded.buffer for loaded in streamed.loaded.values())]
+        buffers = [*streamed.free, *(loaded.buffer for loaded in streamed.loaded.values())]
         assert sorted(map(id, buffers)) == sorted(map(id, streamed.buffers))
         streamed.abandon()
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.copies import Copies
+from tests.support.patches import host_memory
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch, mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import ThreadLane, copy_without_gil
 from zenflow_compile.runtime.host import device_memory
 from zenflow_compile.runtime.host.device_memory import DeviceMemory
 
@@ -309,10 +311,12 @@ def test_closed_optimizer_is_refused(method: str) -> None:
 # Failures.
 
 
-def test_host_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_room_is_refused() -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
-    monkeypatch.setattr(device_memory, "available_host_memory", lambda: (100, "a test"))
-    with pytest.raises(MemoryError, match=r"needs .* MB of host memory, and only 0.0 MB are available"):
+    with (
+        host_memory(100, read_by=device_memory),
+        pytest.raises(MemoryError, match=r"needs .* MB of host memory, and only 0.0 MB are available"),
+    ):
         moved.optimizer.offload_all()
     assert moved.optimizer.device_bytes == plain.optimizer.device_bytes
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
@@ -358,22 +362,23 @@ def test_close_without_room_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(map(torch.equal, moved.model.parameters(), plain.model.parameters()))
 
 
-def test_slow_copy_of_a_gradient_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copy_of_a_gradient_is_awaited(copies: Copies) -> None:
     plain, moved = training("exact").run(0, 2), training("exact").run(0, 2)
-    copy = thread_lane.copy_without_gil
 
     def slow_copy(target: Tensor, source: Tensor) -> None:
         if target.dim() == 2:  # of a gradient
             time.sleep(0.05)
-        copy(target, source)
+        copy_without_gil(target, source)
 
-    monkeypatch.setattr(thread_lane, "copy_without_gil", slow_copy)
+    copies.make = slow_copy
     for each in (plain, moved):
         each.backward(2)
         if each is moved:
-            with monkeypatch.context() as patch:
-                patch.setattr(thread_lane, "INLINE_BYTES", 1 << 30)  # no copy of the state waits behind that one
-                each.optimizer.offload_all()
+            lane = each.optimizer.engine.registry.transport.to_host
+            assert isinstance(lane, ThreadLane)
+            asynchronous, lane.inline_bytes = lane.inline_bytes, 1 << 30  # no copy of the state waits behind that one
+            each.optimizer.offload_all()
+            lane.inline_bytes = asynchronous
         each.optimizer.step()
         each.optimizer.zero_grad()
     assert_equal_runs(moved, plain)

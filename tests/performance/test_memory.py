@@ -72,7 +72,7 @@ def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
     used = memory_of(device_tensors(registry, {id(kernel) for kernel in registry.memory.kernels.values()}))
     hosts = [each.host for each in registry.offloaded.values()]
     not_the_devices = memory_of(device_tensors(hosts, set())) | memory_of(iter(model.parameters()))
-    streamed = [(each.host, [param.state for param in each.params]) for each in registry.streamed._subgroups]
+    streamed = [(each.host, [param.state for param in each.params]) for each in registry.streamed.subgroups]
     not_the_devices |= memory_of(each for each in device_tensors(streamed, set()) if each.dim())
     grads = [param.grad for param in model.parameters()]
     # To ask an offloaded gradient for its storage would give it one.

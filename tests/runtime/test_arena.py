@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.patches import host_memory
 from zenflow_compile.runtime.device.devices import CpuDevice, device_of
 from zenflow_compile.runtime.host import arena as arena_module
 from zenflow_compile.runtime.host.arena import (
@@ -346,11 +347,11 @@ def test_too_large_a_plan_names_bytes_and_remedies() -> None:
         require_host_memory(1 << 40, "a smaller model")
 
 
-def test_available_memory_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "available_host_memory", lambda: (1000, "a test"))
-    require_host_memory(1000, "")
-    with pytest.raises(ValueError, match="a test"):
-        require_host_memory(1001, "")
+def test_available_memory_is_the_bound() -> None:
+    with host_memory(1000, "a test"):
+        require_host_memory(1000, "")
+        with pytest.raises(ValueError, match="a test"):
+            require_host_memory(1001, "")
 
 
 def cgroup(folder: Path, files: dict[str, str]) -> None:

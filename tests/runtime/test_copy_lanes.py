@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zenflow_compile.runtime.device import thread_lane
+from tests.support.copies import Copies
 from zenflow_compile.runtime.device.copy_lanes import CopyError
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.make_lane import make_lane
@@ -93,17 +93,15 @@ def test_copies_run_in_order_of_submission(lane: ThreadLane) -> None:
     assert target.item() == 49.0
 
 
-def test_close_finishes_submitted_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = ThreadLane("H2D", Recorder())
-    original = thread_lane.copy_without_gil
+def test_close_finishes_submitted_copies(lane: ThreadLane, copies: Copies) -> None:
     # Slow, so that most are still queued at ``close()``.
-    monkeypatch.setattr(thread_lane, "copy_without_gil", lambda *ends: (time.sleep(0.01), original(*ends)))
+    copies.make = lambda *ends: (time.sleep(0.01), copy_without_gil(*ends))
     targets = [torch.zeros(2) for _ in range(5)]
     for target in targets:
         lane.submit(target, torch.ones(2), step=0, param="w")
     lane.close()
     assert all(torch.equal(target, torch.ones(2)) for target in targets)
-    assert not [thread for thread in threading.enumerate() if lane.runs(thread)]
+    assert thread_of(lane) is None
     lane.close()
 
 
@@ -124,13 +122,18 @@ def test_lane_goes_on_after_a_failed_copy(lane: ThreadLane) -> None:
 def test_lane_knows_its_thread(lane: ThreadLane) -> None:
     assert not lane.runs(threading.current_thread())
     lane.submit(torch.zeros(1), torch.zeros(1), step=0, param="w").wait()
-    assert [thread.name for thread in threading.enumerate() if lane.runs(thread)] == ["zenflow-D2H"]
+    thread = thread_of(lane)
+    assert thread is not None
+    assert thread.name == "zenflow-D2H"
 
 
-def test_small_copies_run_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+def thread_of(lane: ThreadLane) -> threading.Thread | None:
+    return next((thread for thread in threading.enumerate() if lane.runs(thread)), None)
+
+
+def test_small_copies_run_inline(lane: ThreadLane) -> None:
     """No thread is started for them; the ticket keeps an error, as for copies of the thread."""
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 16)
-    lane = ThreadLane("D2H", Recorder())
+    lane.inline_bytes = 16
     target = torch.zeros(4)
     ticket = lane.submit(target, torch.arange(4.0), step=0, param="w")
     assert ticket.done()
@@ -141,37 +144,33 @@ def test_small_copies_run_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CopyError):
         failed.wait_on_device()
     failed.settle()
-    assert lane._thread is None
+    assert thread_of(lane) is None
     lane.submit(torch.zeros(5), torch.ones(5), step=0, param="w").wait()
-    assert lane._thread is not None
-    lane.close()
+    assert thread_of(lane) is not None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupt_of_a_copy_made_at_once_is_raised(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], lane: ThreadLane, copies: Copies
 ) -> None:
     """It is no CopyError, which ``except RuntimeError`` would catch; one in the lane's thread is."""
 
     def interrupted(*ends: torch.Tensor) -> None:
         raise error
 
-    monkeypatch.setattr(thread_lane, "copy_without_gil", interrupted)
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 16)
-    lane = ThreadLane("D2H", Recorder())
+    copies.make = interrupted
+    lane.inline_bytes = 16
     with pytest.raises(error):
         lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
+    lane.inline_bytes = 0
     ticket = lane.submit(torch.zeros(4), torch.zeros(4), step=0, param="w")
     with pytest.raises(CopyError):
         ticket.wait()
-    lane.close()
 
 
-def test_settle_waits_for_all_copies(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settle_waits_for_all_copies(lane: ThreadLane) -> None:
     """``settle()`` also waits for a copy behind one that failed."""
     lane.settle()
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     gate = ThreadTicket()
     lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w", behind=gate)
     target = torch.zeros(4)
@@ -184,7 +183,6 @@ def test_settle_waits_for_all_copies(lane: ThreadLane, monkeypatch: pytest.Monke
 
 
 def test_interrupted_start_leaves_no_second_thread(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
     start, started = threading.Thread.start, []
 
     def interrupted(thread: threading.Thread) -> None:

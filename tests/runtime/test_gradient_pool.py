@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.copies import Copies
 from tests.support.training import Training
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.copy_lanes import Users
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
@@ -197,7 +197,7 @@ def raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_dropped_gradient_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_gradient_has_been_copied(copies: Copies) -> None:
     """Its copy would end later than a small one that shares the memory in the next step, and overtakes it."""
     options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4, "shared_buffers": True}
     training = Training(None, options).run(0, 3)
@@ -207,8 +207,7 @@ def test_dropped_gradient_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> No
         time.sleep(0.05)
         ended.append(target)
 
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 0)
-    monkeypatch.setattr(thread_lane, "copy_without_gil", slow)
+    copies.make = slow
     training.backward(3)  # no update window is flushed in this step, so that nothing else waits for copies
     dropped = training.model[0].weight  # type: ignore[index]
     dropped.grad = None

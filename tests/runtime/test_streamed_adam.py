@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.copies import Copies
+from tests.support.patches import COPY, failing
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.plan import STREAM_BUFFERS
-from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.copy_lanes import CopyError
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 from zenflow_compile.runtime.device_updates import streamed_adam
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
@@ -208,11 +210,10 @@ def test_device_memory_is_three_buffers() -> None:
     assert len(one.optimizer.engine.registry.streamed.buffers) == 1
 
 
-def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffer_has_one_copy_at_a_time(copies: Copies) -> None:
     """State is not read from the host before its write-back has ended, either."""
     busy: list[tuple[int, int]] = []
     lock = threading.Lock()
-    copy = thread_lane.copy_without_gil
     together = 0
 
     def watched(target: Tensor, source: Tensor) -> None:
@@ -223,22 +224,21 @@ def test_buffer_has_one_copy_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             busy.extend(spans)
             together = max(together, len(busy) // 2)
         threading.Event().wait(0.002)
-        copy(target, source)
+        copy_without_gil(target, source)
         with lock:
             for span in spans:
                 busy.remove(span)
 
     expected = Training(None, RESIDENT, build=chain).run(0, 5).weights()
-    monkeypatch.setattr(thread_lane, "copy_without_gil", watched)
+    copies.make = watched
     assert_same(Training(None, ALL, build=chain).run(0, 5).weights(), expected)
     assert together == 2
 
 
-def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_overlaps_the_next_copy_in(copies: Copies) -> None:
     """Neither copy ends before the other begins, so a runtime that serialized them would wait forever."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
-    copy = thread_lane.copy_without_gil
     began = {"zenflow-D2H": 0, "zenflow-H2D": 0}
     changed = threading.Condition()
 
@@ -252,36 +252,34 @@ def test_write_back_overlaps_the_next_copy_in(monkeypatch: pytest.MonkeyPatch) -
                 assert changed.wait_for(lambda: began["zenflow-H2D"] >= 1, timeout=30), "not in full duplex"
             if lane == "zenflow-H2D" and began[lane] == 1:
                 assert changed.wait_for(lambda: began["zenflow-D2H"] >= 2, timeout=30), "not in full duplex"
-        copy(target, source)
+        copy_without_gil(target, source)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(thread_lane, "copy_without_gil", meeting)
-        assert len(training.optimizer.engine.registry.streamed.loaded) == STREAM_BUFFERS  # prefetched before that
-        training.step(2)
-        training.optimizer.synchronize()
+    copies.make = meeting
+    assert len(training.optimizer.engine.registry.streamed.loaded) == STREAM_BUFFERS  # prefetched before that
+    training.step(2)
+    training.optimizer.synchronize()
     assert began["zenflow-D2H"] == 9
     training.optimizer.close()
 
 
-def test_step_does_not_wait_for_last_write_backs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_does_not_wait_for_last_write_backs(copies: Copies) -> None:
     """The next forward does not wait, either: the write-backs are stopped until its loss is computed."""
     training = Training(None, ALL, build=chain).run(0, 2)
     training.optimizer.synchronize()
-    copy, copies, passed = thread_lane.copy_without_gil, [0], threading.Event()
+    count, passed = [0], threading.Event()
 
     def stopped(target: Tensor, source: Tensor) -> None:
         if threading.current_thread().name == "zenflow-D2H":
-            copies[0] += 1
-            if copies[0] > 9 - STREAM_BUFFERS:
+            count[0] += 1
+            if count[0] > 9 - STREAM_BUFFERS:
                 assert passed.wait(30), "the step waits for a write-back"
-        copy(target, source)
+        copy_without_gil(target, source)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(thread_lane, "copy_without_gil", stopped)
-        training.step(2)
-        training.loss(3)
-        passed.set()
-        training.optimizer.synchronize()
+    copies.make = stopped
+    training.step(2)
+    training.loss(3)
+    passed.set()
+    training.optimizer.synchronize()
     assert_same(training.weights(), Training(None, RESIDENT, build=chain).run(0, 3).weights())
     training.optimizer.close()
 
@@ -347,26 +345,14 @@ def test_subgroup_without_gradients_is_not_copied() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("calls", range(0, 14, 2))
-def test_saved_state_continues_after_a_failed_copy(
-    entry: dict[str, Any] | None, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_state_continues_after_a_failed_copy(entry: dict[str, Any] | None, calls: int) -> None:
     training = Training(entry, ALL, torch.bfloat16, chain).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    copy, left = thread_lane.copy_without_gil, [calls]
-
-    def broken(target: Tensor, source: Tensor) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            raise OSError("on purpose")
-        copy(target, source)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(thread_lane, "copy_without_gil", broken)
-        with pytest.raises(RuntimeError) as caught:  # noqa: PT012
-            training.run(3, 6)
-            training.optimizer.synchronize()
+    with failing(*COPY, OSError("on purpose"), after=calls, once=True), pytest.raises(RuntimeError) as caught:  # noqa: PT012
+        training.run(3, 6)
+        training.optimizer.synchronize()
     error: BaseException = caught.value
     while error.__cause__ is not None:
         error = error.__cause__
@@ -378,7 +364,7 @@ def test_saved_state_continues_after_a_failed_copy(
     training.optimizer.close()
 
 
-def test_failed_write_back_is_raised_by_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_back_is_raised_by_close(copies: Copies) -> None:
     training = Training(None, {**ALL, "sub_group_size": 10**8}).run(0, 2)
     training.optimizer.synchronize()
 
@@ -386,7 +372,7 @@ def test_failed_write_back_is_raised_by_close(monkeypatch: pytest.MonkeyPatch) -
         if threading.current_thread().name == "zenflow-D2H":
             raise OSError("on purpose")
 
-    monkeypatch.setattr(thread_lane, "copy_without_gil", broken)
+    copies.make = broken
     training.step(2)
     with pytest.raises(CopyError):
         training.optimizer.close()

@@ -45,6 +45,6 @@ def late(seed: int, longest_ms: float, *functions: tuple[Any, str]) -> Iterator[
             patch.stop()
 
 
-def host_memory(available: int, source: str = "the machine") -> Any:
-    """Let the host have so many bytes that engines may take."""
-    return mock.patch.object(arena, "available_host_memory", mock.Mock(return_value=(available, source)))
+def host_memory(available: int, source: str = "the machine", *, read_by: Any = arena) -> Any:
+    """Let the host have so many bytes that engines may take, or that another module reads."""
+    return mock.patch.object(read_by, "available_host_memory", mock.Mock(return_value=(available, source)))

@@ -88,12 +88,14 @@ class ThreadLane:
 
     Attributes:
         failed: a copy has failed.
+        inline_bytes: size up to which copies run at once in the calling thread.
     """
 
     has_gates = True
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.failed = False
+        self.inline_bytes = INLINE_BYTES
         self._name = name
         self._recorder = recorder
         self._done = ThreadTicket.ended()  # of every copy that was made at once
@@ -122,7 +124,7 @@ class ThreadLane:
             first += (*users.jobs, *users.copies)
         # A small copy may overtake those in the queue: an earlier copy to the same place has the same size, or has
         # ended.
-        if source.nbytes <= INLINE_BYTES and all(each.done() for each in first):
+        if source.nbytes <= self.inline_bytes and all(each.done() for each in first):
             try:
                 if self._recorder.timeline is None and not first:
                     copy_without_gil(target, source)

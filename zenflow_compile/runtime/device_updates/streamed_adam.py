@@ -141,7 +141,9 @@ class StreamedAdam:
 
     Attributes:
         params: the streamed parameters, by index in the plan.
-        buffers: that state is copied into; loaded: state that is in one, by the subgroup's number.
+        subgroups: in their order.
+        buffers: on the device; those that hold no state are ``free``.
+        loaded: state on the device or on its way there, by the subgroup's number.
     """
 
     def __init__(self, to_host: CopyLane, to_device: CopyLane, recorder: Recorder, device: torch.device) -> None:
@@ -150,10 +152,10 @@ class StreamedAdam:
         self._to_device = to_device
         self._recorder = recorder
         self._device = device
-        self._subgroups: list[Subgroup] = []
+        self.subgroups: list[Subgroup] = []
         self._expected: list[Subgroup] = []  # to prefetch: those that had a gradient in the last update
         self.buffers: list[StreamBuffer] = []
-        self._free: deque[StreamBuffer] = deque()
+        self.free: deque[StreamBuffer] = deque()
         self.loaded: dict[int, Loaded] = {}
         self._write_backs = 0
 
@@ -189,7 +191,7 @@ class StreamedAdam:
         Raises:
             torch.OutOfMemoryError: the device has too little memory. The old buffers stay in use.
         """
-        all_subgroups = [*self._subgroups, *subgroups]
+        all_subgroups = [*self.subgroups, *subgroups]
         elements = max((each.host.numel() for each in all_subgroups), default=0)
         count = min(STREAM_BUFFERS, len(all_subgroups))
         if count == len(self.buffers) and (not count or elements <= self.buffers[0].tensor.numel()):
@@ -197,14 +199,14 @@ class StreamedAdam:
         shape = (elements,)
         buffers = [StreamBuffer(torch.empty(shape, dtype=torch.float32, device=self._device)) for _ in range(count)]
         self.abandon()
-        for each in self._subgroups:
+        for each in self.subgroups:
             each.views.clear()
-        self.buffers, self._free = buffers, deque(buffers)
+        self.buffers, self.free = buffers, deque(buffers)
 
     def add(self, subgroups: Sequence[Subgroup]) -> None:
         """Update ``subgroups`` from here on."""
-        self._subgroups += subgroups
-        self._expected = list(self._subgroups)
+        self.subgroups += subgroups
+        self._expected = list(self.subgroups)
         self.params.update({each.plan.index: each for subgroup in subgroups for each in subgroup.params})
 
     @property
@@ -226,7 +228,7 @@ class StreamedAdam:
 
     def prefetch(self) -> None:
         """Start to copy in the first subgroups of the next update, one per buffer."""
-        if self._free:
+        if self.free:
             self._load(self._expected[: len(self.buffers)])
 
     def update(self, coefficients_of: CoefficientsOf) -> None:
@@ -235,7 +237,7 @@ class StreamedAdam:
         Raises:
             CopyError: the copy of a subgroup's state failed.
         """
-        due = [subgroup for subgroup in self._subgroups if subgroup.has_gradients]
+        due = [subgroup for subgroup in self.subgroups if subgroup.has_gradients]
         if not due:
             return
         self._expected = due
@@ -251,9 +253,9 @@ class StreamedAdam:
         for subgroup in upcoming:
             if subgroup.number in self.loaded:
                 continue
-            if not self._free:
+            if not self.free:
                 return
-            buffer = self._free[0]
+            buffer = self.free[0]
             try:
                 ticket = self._to_device.submit(
                     buffer.tensor[: subgroup.host.numel()],
@@ -263,19 +265,19 @@ class StreamedAdam:
                     kind="state",
                     behind=_last(buffer.write_back, subgroup.write_back),
                 )
-                loaded, others = Loaded(buffer, ticket), deque(each for each in self._free if each is not buffer)
+                loaded, others = Loaded(buffer, ticket), deque(each for each in self.free if each is not buffer)
             except BaseException:
                 # An interrupt may have come after the submission: end the copy, because the buffer stays free.
                 self._to_device.settle()
                 raise
             # One statement without calls, so that no interrupt finds the buffer both free and loaded, or neither.
-            self.loaded[subgroup.number], self._free = loaded, others
+            self.loaded[subgroup.number], self.free = loaded, others
 
     def _drop(self, number: int) -> None:
         """Give up a subgroup's buffer without an update: the state in host memory is current."""
         buffer, ticket = self.loaded.pop(number)
         ticket.wait_on_device()  # orders the next copy into the buffer behind this one
-        self._free.append(buffer)
+        self.free.append(buffer)
 
     def _update(self, subgroup: Subgroup, coefficients_of: CoefficientsOf) -> None:
         buffer, ticket = self.loaded.pop(subgroup.number)
@@ -295,7 +297,7 @@ class StreamedAdam:
         block = buffer.tensor[: subgroup.host.numel()]
         ticket = self._to_host.submit(subgroup.host, block, step=self._recorder.step, param=subgroup.name, kind="state")
         buffer.write_back = subgroup.write_back = WriteBack(self._write_backs, ticket)
-        self._free.append(buffer)
+        self.free.append(buffer)
 
     # Failures and checkpoints.
 
@@ -333,11 +335,11 @@ class StreamedAdam:
         for ticket in self._tickets():
             ticket.settle()
         self.loaded.clear()
-        for subgroup in self._subgroups:
+        for subgroup in self.subgroups:
             subgroup.write_back = None
         for buffer in self.buffers:
             buffer.write_back = None
-        self._free = deque(self.buffers)
+        self.free = deque(self.buffers)
 
     def load(self, index: int, state: ResidentState | None) -> None:
         """Put back a checkpoint's state of parameter ``index``; None resets it. Nothing may be in flight.
@@ -357,7 +359,7 @@ class StreamedAdam:
     def _tickets(self) -> Iterator[Ticket]:
         for loaded in self.loaded.values():
             yield loaded.ticket
-        for subgroup in self._subgroups:
+        for subgroup in self.subgroups:
             if subgroup.write_back is not None:
                 yield subgroup.write_back.ticket
 
