@@ -19,6 +19,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.profiling.summary import summarize
+from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import physical_cores, worker_count
 from zenflow_compile.simulator.simulate import simulate
 
@@ -92,7 +93,7 @@ class Predictor:
         """Simulate ``policy`` with ``options``."""
         checked = Options.from_keywords(policy=policy, **options)
         plan = make_plan(self.shape.params, checked)
-        workers = worker_count(self.hardware.cores, workers=checked.workers, reserved_share=None)
+        workers = worker_count(self.hardware.cores, cpu_quota(), workers=checked.workers, reserved_share=None)
         # With an optimizer object gradients are final in step(), as they are where something is clipped.
         recording = simulate(plan, self.hardware, self.shape, tokens=self.tokens, workers=workers, final_at_step=True)
         summary = summarize(recording)

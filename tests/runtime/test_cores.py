@@ -16,12 +16,6 @@ from zenflow_compile.runtime.host.cores import Core, choose_cores, nodes_of, phy
 affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
 
 
-@pytest.fixture(autouse=True)
-def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the quota of the container in which these tests run."""
-    monkeypatch.setattr(cores_module, "cpu_quota", lambda: None)
-
-
 def machine(folder: Path, *, cores: int, threads: int, nodes: int = 1, name: str = "core_cpus_list") -> Path:
     """Write the files of a machine that numbers the second threads of its cores after all first ones."""
     for logical in range(cores * threads):
@@ -33,27 +27,21 @@ def machine(folder: Path, *, cores: int, threads: int, nodes: int = 1, name: str
     return folder
 
 
-def allow(monkeypatch: pytest.MonkeyPatch, usable: set[int]) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: usable, raising=False)
-
-
 @pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
-def test_one_logical_core_per_physical_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_one_logical_core_per_physical_one(tmp_path: Path, name: str) -> None:
     system = machine(tmp_path, cores=4, threads=2, nodes=2, name=name)
-    allow(monkeypatch, set(range(8)))
-    assert physical_cores(system) == (Core(0, 0), Core(1, 0), Core(2, 1), Core(3, 1))
-    allow(monkeypatch, {1, 3, 5, 6})  # 5 is 1's other thread; of 2 only its second one may be used
-    assert physical_cores(system) == (Core(1, 0), Core(3, 1), Core(6, 1))
+    assert physical_cores(system, range(8)) == (Core(0, 0), Core(1, 0), Core(2, 1), Core(3, 1))
+    # 5 is 1's other thread; of 2 only its second one may be used.
+    assert physical_cores(system, [1, 3, 5, 6]) == (Core(1, 0), Core(3, 1), Core(6, 1))
     assert nodes_of([0, 1], system) == {0}
     assert nodes_of([0, 7], system) == {0, 1}
 
 
 def test_without_topology_the_first_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allow(monkeypatch, set(range(8)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
-    assert physical_cores(tmp_path) == tuple(Core(logical) for logical in range(4))
+    assert physical_cores(tmp_path, range(8)) == tuple(Core(logical) for logical in range(4))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
-    assert len(physical_cores(tmp_path)) == 8
+    assert len(physical_cores(tmp_path, range(8))) == 8
 
 
 @affinity
@@ -68,21 +56,18 @@ def test_cores_of_this_machine_are_in_its_mask() -> None:
     [(8, 0.0, 8), (8, 0.5, 4), (8, 0.9, 1), (8, 1.0, 1), (8, 0.3, 5), (2, 0.5, 1), (10, 0.9, 1), (20, 0.9, 2)],
 )
 def test_reserved_share_is_left_free(cores: int, reserved: float, workers: int) -> None:
-    assert worker_count(cores, workers=None, reserved_share=reserved) == workers
+    assert worker_count(cores, None, workers=None, reserved_share=reserved) == workers
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 14)])
 def test_unset_leaves_two_cores(cores: int, workers: int) -> None:
-    assert worker_count(cores, workers=None, reserved_share=None) == workers
+    assert worker_count(cores, None, workers=None, reserved_share=None) == workers
 
 
 @pytest.mark.parametrize(("quota", "workers"), [(None, 14), (64.0, 14), (8.0, 6), (3.9, 1), (0.5, 1)])
-def test_unset_workers_follow_the_container_quota(
-    quota: float | None, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cores_module, "cpu_quota", lambda: quota)
-    assert worker_count(16, workers=None, reserved_share=None) == workers
-    assert worker_count(16, workers=12, reserved_share=None) == 12
+def test_unset_workers_follow_the_container_quota(quota: float | None, workers: int) -> None:
+    assert worker_count(16, quota, workers=None, reserved_share=None) == workers
+    assert worker_count(16, quota, workers=12, reserved_share=None) == 12
 
 
 def test_unset_workers_leave_cores_to_data_loaders() -> None:
@@ -92,20 +77,20 @@ def test_unset_workers_leave_cores_to_data_loaders() -> None:
     try:
         for child in children:
             child.start()
-        assert worker_count(16, workers=None, reserved_share=None) == 12
-        assert worker_count(3, workers=None, reserved_share=None) == 1
-        assert worker_count(16, workers=None, reserved_share=0.5) == 8
+        assert worker_count(16, None, workers=None, reserved_share=None) == 12
+        assert worker_count(3, None, workers=None, reserved_share=None) == 1
+        assert worker_count(16, None, workers=None, reserved_share=0.5) == 8
     finally:
         end.set()
         for child in children:
             child.join()
-    assert worker_count(16, workers=None, reserved_share=None) == 14
+    assert worker_count(16, None, workers=None, reserved_share=None) == 14
 
 
 def test_more_workers_than_cores_are_refused() -> None:
-    assert worker_count(4, workers=4, reserved_share=1.0) == 4
+    assert worker_count(4, None, workers=4, reserved_share=1.0) == 4
     with pytest.raises(ValueError, match=r"workers=5 must be in \[1, 4\]: .* 4 physical cores.*lower it"):
-        worker_count(4, workers=5, reserved_share=None)
+        worker_count(4, None, workers=5, reserved_share=None)
 
 
 def test_last_cores_first_and_even_over_nodes() -> None:

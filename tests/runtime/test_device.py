@@ -7,18 +7,20 @@ import gc
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import zenflow_compile
-from zenflow_compile.runtime.device import cuda_driver, devices
+from zenflow_compile.runtime.device import cuda
 from zenflow_compile.runtime.device.cuda import CudaDevice
-from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.devices import device_of, register_device
 
 PACKAGE = Path(zenflow_compile.__file__).parent
 CPU = torch.device("cpu")
@@ -47,52 +49,81 @@ def test_a_device_is_one_object() -> None:
     assert device_of(torch.device("cpu")) is device_of(CPU)
 
 
-def test_device_without_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_DEVICES", {})
-    for current in (1, 0):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        assert device_of(torch.device("cuda")) is device_of(torch.device("cuda", current))
+class FakeCuda:
+    """Stands for ``torch.cuda`` and ``cuda_driver`` in the one file that calls them.
 
+    Attributes:
+        calls: of the runtime and the driver, with the devices that were current in them and an address.
+    """
 
-def test_host_memory_is_registered_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[int] = []
-    calls: list[tuple[str, list[int]]] = []
+    def __init__(self) -> None:
+        self.currents = [0]
+        self.calls: list[tuple[str, int, int]] = []
+        self.memory = ctypes.create_string_buffer(b"dirty", 8)
 
     @contextmanager
-    def use(device: torch.device) -> Iterator[None]:
-        current.append(device.index)
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.currents.append(device.index)
         yield
-        current.pop()
+        self.currents.pop()
 
-    def note(name: str) -> Callable[..., int]:
-        return lambda *_: calls.append((name, [*current])) or 0
+    def current_device(self) -> int:
+        return self.currents[-1]
 
-    monkeypatch.setattr(torch.cuda, "device", use)
-    names = ("cudaHostRegister", "cudaHostUnregister")
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**{name: note(name) for name in names}))
+    def current_stream(self) -> Any:
+        return SimpleNamespace(query=lambda: True)
+
+    def cudart(self) -> Any:
+        names = ("cudaHostRegister", "cudaHostUnregister")
+        return SimpleNamespace(**{name: partial(self._note, name) for name in names})
+
+    def has_bindings(self) -> bool:
+        return True
+
+    def host_alloc(self, size_bytes: int) -> int:
+        return ctypes.addressof(self.memory)
+
+    def host_free(self, address: int) -> None:
+        self._note("host_free", address)
+
+    def _note(self, name: str, address: int, *_: object) -> int:
+        self.calls.append((name, self.currents[-1], address))
+        return 0
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    made = FakeCuda()
+    monkeypatch.setattr(cuda, "cuda_driver", made)
+    monkeypatch.setattr(cuda.torch, "cuda", made)
+    return made
+
+
+def test_device_without_index_is_the_current_one(fake: FakeCuda) -> None:
+    register_device("cuda", CudaDevice)  # forgets those that were made
+    for current in (1, 0):
+        fake.currents = [current]
+        assert device_of(torch.device("cuda")) is device_of(torch.device("cuda", current))
+    register_device("cuda", CudaDevice)
+
+
+def test_host_memory_is_registered_on_the_device(fake: FakeCuda) -> None:
     device = CudaDevice(torch.device("cuda", 1))
     device.register(4096, 4096)
     device.unregister(4096)
-    assert calls == [(name, [1]) for name in names]
+    assert fake.calls == [("cudaHostRegister", 1, 4096), ("cudaHostUnregister", 1, 4096)]
 
 
-def test_pinned_buffer_is_freed_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = ctypes.create_string_buffer(b"dirty", 8)
-    freed: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
-    monkeypatch.setattr(cuda_driver, "has_bindings", lambda: True)
-    monkeypatch.setattr(cuda_driver, "host_alloc", lambda _: ctypes.addressof(memory))
-    monkeypatch.setattr(cuda_driver, "host_free", freed.append)
+def test_pinned_buffer_is_freed_with_its_last_user(fake: FakeCuda) -> None:
     tensor = torch.frombuffer(CudaDevice(torch.device("cuda", 1)).pinned_buffer(8), dtype=torch.uint8)
     assert tensor.tolist() == [0] * 8
     # At exit the memory must stay: copies and threads that are left may still use it.
-    mine = [each for each, about in weakref.finalize._registry.items() if about.func == freed.append]
+    mine = [each for each, about in weakref.finalize._registry.items() if about.func == fake.host_free]
     assert [each.atexit for each in mine] == [False]
-    assert not freed
+    assert not fake.calls
     del tensor
     gc.collect()
-    assert freed == [ctypes.addressof(memory)]
+    assert [(name, address) for name, _, address in fake.calls] == [("host_free", ctypes.addressof(fake.memory))]
 
 
 def test_unknown_device_type_is_refused() -> None:

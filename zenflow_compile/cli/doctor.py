@@ -23,6 +23,7 @@ from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of, device_types, implementation_of
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import available_host_memory
+from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import (
     Core,
     LocalRanks,
@@ -177,7 +178,7 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
     memory_bytes, memory_limit = available_host_memory()
     return MachineFindings(
         nodes=nodes,
-        workers=worker_count(len(cores), workers=None, reserved_share=None),
+        workers=worker_count(len(cores), cpu_quota(), workers=None, reserved_share=None),
         cache_bytes=last_level_cache_bytes(),
         memory_bytes=memory_bytes,
         memory_limit=memory_limit,
@@ -198,7 +199,7 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
 
 def _rank_share(rank: LocalRanks, cores: Sequence[Core], memory_bytes: int) -> RankShare:
     part = rank.cores(cores)
-    workers = worker_count(len(part), workers=None, reserved_share=None)
+    workers = worker_count(len(part), cpu_quota(), workers=None, reserved_share=None)
     return RankShare([core.logical for core in part], workers, memory_bytes // rank.size)
 
 

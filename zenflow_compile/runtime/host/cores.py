@@ -18,8 +18,8 @@ from typing import NamedTuple, TypeVar
 
 import psutil
 
+from zenflow_compile.checks.validate import usable_cores
 from zenflow_compile.performance.hardware import LEFT_FREE
-from zenflow_compile.runtime.host.cgroups import cpu_quota
 
 SYSTEM = Path("/sys/devices/system")
 _T = TypeVar("_T")
@@ -39,14 +39,14 @@ class Core:
     node: int = 0
 
 
-def physical_cores(system: Path = SYSTEM) -> tuple[Core, ...]:
-    """The physical cores in this process's affinity mask, by logical number; never empty.
+def physical_cores(system: Path = SYSTEM, usable: Sequence[int] | None = None) -> tuple[Core, ...]:
+    """The physical cores of the logical cores ``usable``, None for this process's affinity mask; never empty.
 
     Args:
         system: the directory of ``cpu/cpuN/topology`` and ``cpu/cpuN/nodeM``. Without these files, the first logical
             cores are assumed to be the physical ones, as Linux numbers them, up to psutil's count.
     """
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    usable = usable_cores() if usable is None else usable
     siblings = {logical: _siblings(system / f"cpu/cpu{logical}/topology") for logical in usable}
     if None in siblings.values():
         physical = psutil.cpu_count(logical=False) or len(usable)
@@ -57,10 +57,11 @@ def physical_cores(system: Path = SYSTEM) -> tuple[Core, ...]:
     return tuple(Core(logical, _node(system / f"cpu/cpu{logical}")) for logical in first_of.values())
 
 
-def worker_count(cores: int, *, workers: int | None, reserved_share: float | None) -> int:
+def worker_count(cores: int, quota: float | None, *, workers: int | None, reserved_share: float | None) -> int:
     """The number of workers to run on ``cores`` physical cores.
 
     Args:
+        quota: of the container, ``cpu_quota()``.
         workers: the option; at most one worker per core.
         reserved_share: the option ``pt_reserved_cores_perc``: share of the cores left to PyTorch. None leaves two to
             PyTorch and one to each live worker process of a DataLoader; cores beyond the container's quota do not
@@ -77,7 +78,7 @@ def worker_count(cores: int, *, workers: int | None, reserved_share: float | Non
             )
         return workers
     if reserved_share is None:
-        cores = min(cores, math.floor(cpu_quota() or cores))
+        cores = min(cores, math.floor(quota or cores))
         # Worker processes of DataLoaders are daemonic, unlike idle processes of compilers.
         data_loader_workers = sum(child.daemon for child in multiprocessing.active_children())
         return max(1, cores - LEFT_FREE - data_loader_workers)

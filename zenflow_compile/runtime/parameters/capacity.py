@@ -16,6 +16,7 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
+from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import choose_cores, local_ranks, physical_cores, worker_count
 from zenflow_compile.runtime.nvme.cache import NO_CACHES, CacheBytes, cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
@@ -127,6 +128,8 @@ def worker_cores(options: Options) -> tuple[int, ...]:
     if options.worker_cores is not None:
         return options.worker_cores
     cores = local_ranks().cores(physical_cores())
-    count = worker_count(len(cores), workers=options.workers, reserved_share=options.pt_reserved_cores_perc)
+    count = worker_count(
+        len(cores), cpu_quota(), workers=options.workers, reserved_share=options.pt_reserved_cores_perc
+    )
     in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
     return choose_cores(cores, count, in_use)
