@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-
-import pytest
+from unittest import mock
 
 import zenflow_compile as zf
 from tests.support.training import EAGER_BACKEND, Training
@@ -13,7 +12,7 @@ from zenflow_compile.runtime.device import thread_lane
 SLOW_MS = 30.0
 
 
-def test_slow_copies_count_as_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copies_count_as_stall() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     copy = thread_lane.copy_without_gil
 
@@ -21,8 +20,8 @@ def test_slow_copies_count_as_stall(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(SLOW_MS / 1e3)  # the stall that the report has to show
         copy(target, source)
 
-    monkeypatch.setattr(thread_lane, "copy_without_gil", slowly)
-    with zf.profile(training.optimizer) as profile:
+    slow = mock.patch.object(thread_lane, "copy_without_gil", slowly)
+    with slow, zf.profile(training.optimizer) as profile:
         training.run(3, 9)
     summary = profile.summary()
     offloaded = len(training.optimizer.engine.offloaded)

@@ -6,6 +6,8 @@ which runs the graphs node by node, in their order.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -134,19 +136,19 @@ def test_lazy_readers_precede_updates(name: str, in_backward: bool) -> None:
     assert largest_difference(result, expected, member) < member.tolerance
 
 
+@mock.patch.object(backend, "source_hash", mock.Mock(return_value="without realized readers"))  # its own cache entries
+@mock.patch.object(private, "realize_readers", mock.Mock())
 @pytest.mark.parametrize("name", ["gated", "per_channel", "cast", "standardized", "embedding", "autocast"])
-def test_control_without_lowering_reads_lag(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_lowering_reads_lag(name: str) -> None:
     """Control: without the lowering these reads follow the updates. Other models realize them for other reasons."""
-    monkeypatch.setattr(backend, "source_hash", lambda: "without realized readers")  # its own cache entries
-    monkeypatch.setattr(private, "realize_readers", lambda op, args: None)
     member = BY_NAME[name]
     expected, result = run(member, "eager", in_backward=True), run(member, "inductor", in_backward=True)
     assert largest_difference(result, expected, member) > 1e-3
 
 
-def test_control_without_saved_view_updates_come_early(monkeypatch: pytest.MonkeyPatch) -> None:
+@mock.patch.object(update_parameters, "inputs_with_memory_of", mock.Mock(return_value=1))
+def test_control_without_saved_view_updates_come_early() -> None:
     """Control: without the search for views, the update precedes a read of the diagonal."""
-    monkeypatch.setattr(update_parameters, "inputs_with_memory_of", lambda node: 1)
     member = BY_NAME["diagonal"]
     expected, result = run(member, "eager", in_backward=True), run(member, "inductor", in_backward=True)
     assert largest_difference(result, expected, member) > 1e-3

@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_resumed_run_removes_no_later_checkpoint(tmp_path: Path) -> None:
     assert steps_of(tmp_path, run) == [18, 19, 24]
 
 
-def test_order_of_writes_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_writes_survives_a_power_loss(tmp_path: Path) -> None:
     """Content is written before the name, and the name before older files are removed."""
     run = Run(tmp_path)
     for step in (1, 2):
@@ -114,10 +115,8 @@ def test_order_of_writes_survives_a_power_loss(tmp_path: Path, monkeypatch: pyte
         unlink(path, **keywords)
 
     path_size = next(tmp_path.glob("step-000002-*")).stat().st_size
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(Path, "unlink", unlinked)
-    run.save(3)
+    with mock.patch.multiple(os, fsync=synced, replace=replaced), mock.patch.object(Path, "unlink", unlinked):
+        run.save(3)
     end = f"-{run.folder.run}"
     assert made[1:] == [
         f"fsync step-000003{end}.unfinished",
@@ -128,19 +127,15 @@ def test_order_of_writes_survives_a_power_loss(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_failed_save_keeps_existing_checkpoints(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_existing_checkpoints(call: str, tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.save(1)
     run.save(2)
     before = names(tmp_path)
 
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, full)
-        with pytest.raises(OSError, match="No space left"):
-            run.save(3)
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(os, call, side_effect=full), pytest.raises(OSError, match="No space left"):
+        run.save(3)
     assert names(tmp_path) == before
     run.save(3)
     assert steps_of(tmp_path, run) == [2, 3]
@@ -241,7 +236,7 @@ def test_file_of_another_live_save_is_kept(tmp_path: Path) -> None:
         assert writing.exists()
 
 
-def test_file_is_made_again_if_removed_before_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_made_again_if_removed_before_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "step-000001-abc.unfinished"
     flock, removed = fcntl.flock, [False]
 
@@ -252,13 +247,12 @@ def test_file_is_made_again_if_removed_before_its_lock(tmp_path: Path, monkeypat
             assert not path.exists()
         flock(file, operation)
 
-    monkeypatch.setattr(fcntl, "flock", cleaned_first)
-    with checkpoint._create_locked(path):
+    with mock.patch.object(fcntl, "flock", cleaned_first), checkpoint._create_locked(path):
         checkpoint._recover(path, wait=False)
         assert path.exists()
 
 
-def test_file_made_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_made_again_is_not_removed(tmp_path: Path) -> None:
     """A cleaning run opens a file that is gone, and has another's name, before it has the lock."""
     path = tmp_path / "step-000001-abc.unfinished"
     path.touch()
@@ -269,8 +263,8 @@ def test_file_made_again_is_not_removed(tmp_path: Path, monkeypatch: pytest.Monk
         path.touch()
         flock(file, operation)
 
-    monkeypatch.setattr(fcntl, "flock", made_again)
-    checkpoint._recover(path, wait=False)
+    with mock.patch.object(fcntl, "flock", made_again):
+        checkpoint._recover(path, wait=False)
     assert path.exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 from examples.finetune_llama import FineTuneConfig, build, finetune, main, train
 
 CPU = torch.device("cpu")
+LOAD_TEXT = "examples.finetune_llama.load_text"
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the example trains on CUDA there")
 
 
@@ -109,17 +111,17 @@ def test_tensors_on_the_cpu_are_counted() -> None:
     assert device.peak_bytes() == before
 
 
-def test_counting_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting_allocator, "cpp_compiler", lambda: None)
-    with pytest.raises(CountingError, match="needs a C\\+\\+ compiler: install g"):
+def test_counting_needs_a_compiler() -> None:
+    missing = mock.patch.object(counting_allocator, "cpp_compiler", return_value=None)
+    with missing, pytest.raises(CountingError, match="needs a C\\+\\+ compiler: install g"):
         counting_allocator._library.__wrapped__()
 
 
 @ON_CPU
-def test_peak_above_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch, repeating_text: Text) -> None:
-    monkeypatch.setattr("examples.finetune_llama.load_text", lambda: repeating_text)
+def test_peak_above_the_limit_is_an_error(repeating_text: Text) -> None:
     torch.compiler.reset()
-    with pytest.raises(SystemExit, match=r"error: the peak of \d+ bytes is above --device-memory=100000: raise it"):
+    message = r"error: the peak of \d+ bytes is above --device-memory=100000: raise it"
+    with mock.patch(LOAD_TEXT, return_value=repeating_text), pytest.raises(SystemExit, match=message):
         main([*SMALL, "--offload-weights", "1.0", "--device-memory", "100KB"])
 
 
@@ -132,11 +134,8 @@ def test_peak_above_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch, repea
         (["--offload-weights", "2.5"], "offload_weights=2.5 must be"),
     ],
 )
-def test_memory_options_are_checked(
-    given: list[str], error: str, monkeypatch: pytest.MonkeyPatch, repeating_text: Text
-) -> None:
-    monkeypatch.setattr("examples.finetune_llama.load_text", lambda: repeating_text)
-    with pytest.raises(SystemExit, match=error):
+def test_memory_options_are_checked(given: list[str], error: str, repeating_text: Text) -> None:
+    with mock.patch(LOAD_TEXT, return_value=repeating_text), pytest.raises(SystemExit, match=error):
         main([*SMALL, *given])
 
 
@@ -144,15 +143,14 @@ def test_memory_options_are_checked(
     ("given", "value"),
     [("auto", "auto"), ("0.5", 0.5), ("1.0", 1.0), ("64MB", 64 * 10**6), ("1.5 KiB", 1536), ("1000", 1000)],
 )
-def test_weights_option_is_read(given: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_option_is_read(given: str, value: Any) -> None:
     seen: list[FineTuneConfig] = []
 
     def read(config: FineTuneConfig, **rest: Any) -> Any:
         seen.append(config)
         raise ValueError("enough")
 
-    monkeypatch.setattr("examples.finetune_llama.train", read)
-    with pytest.raises(SystemExit, match="enough"):
+    with mock.patch("examples.finetune_llama.train", read), pytest.raises(SystemExit, match="enough"):
         main(["--offload-weights", given, "--device-memory", "2GiB"])
     assert seen[0].offload_weights == value
     assert type(seen[0].offload_weights) is type(value)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -217,10 +218,10 @@ def test_loop_matrix(
     check(entry, clip, accumulate, precision, bad)
 
 
+@mock.patch.dict(EAGER_BACKEND, options={})
 @pytest.mark.long
 @pytest.mark.slow
-def test_inductor_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EAGER_BACKEND, "options", {})
+def test_inductor_loop() -> None:
     check("model.compile", ("norm", 0.5), 2, "bf16")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -170,10 +171,10 @@ def test_compiled_matrix(name: str, everything: bool) -> None:
     check(name, compiled=True, everything=everything)
 
 
+@mock.patch.dict(EAGER_BACKEND, options={})
 @pytest.mark.long
 @pytest.mark.slow
-def test_inductor_lora(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EAGER_BACKEND, "options", {})
+def test_inductor_lora() -> None:
     check("r64", compiled=True, everything=False)
 
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import math
+import os
 import pickle
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -853,14 +855,11 @@ def test_callback_is_used_again_and_leaves_no_hook() -> None:
 
 
 @pytest.fixture
-def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment of ``torchrun`` with one process."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")  # any that is free
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    yield
+def one_process_group() -> Iterator[None]:
+    """The environment of ``torchrun`` with one process, and any port that is free."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with mock.patch.dict(os.environ, {**address, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):
+        yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -910,10 +909,10 @@ class ReplicatesByHand(nn.Module):
         return replica
 
 
-def test_data_parallel_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+@mock.patch.object(nn, "DataParallel", ReplicatesByHand)
+@mock.patch.object(TrainingArguments, "n_gpu", property(lambda self: 2))
+def test_data_parallel_replicas() -> None:
     """The Trainer uses ``nn.DataParallel`` for several GPUs in one process, and compiles nothing then."""
-    monkeypatch.setattr(nn, "DataParallel", ReplicatesByHand)
-    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     reference = train("eager", None, per_device_train_batch_size=2)
     run = train("named", EXACT, per_device_train_batch_size=2)
     assert isinstance(run.trainer.model_wrapped, ReplicatesByHand)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,11 +39,10 @@ def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor,
 @pytest.fixture(
     autouse=True, params=[(1 << 20, 1 << 20), (1 << 20, 0), (400, 0)], ids=["small", "one chunk", "several chunks"]
 )
-def chunk_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def chunk_elements(request: pytest.FixtureRequest) -> Iterator[None]:
     chunk, small = request.param
-    monkeypatch.setattr(column_ops, "_CHUNK_ELEMENTS", chunk)
-    monkeypatch.setattr(column_ops, "_SQUARES_ELEMENTS", chunk)
-    monkeypatch.setattr(column_ops, "_SMALL_ELEMENTS", small)
+    with mock.patch.multiple(column_ops, _CHUNK_ELEMENTS=chunk, _SQUARES_ELEMENTS=chunk, _SMALL_ELEMENTS=small):
+        yield
 
 
 @pytest.mark.parametrize("layout", ["row_major", "column_major", "strided"])
