@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.patches import COPY, late
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from tests.support.copies import Copies
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile.options import options as options_module
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
 from zenflow_compile.runtime.step import min_window, schedule
@@ -129,11 +129,12 @@ def test_drifting_selections_resume_bitwise(entry: dict[str, Any] | None, option
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("options", DRIFTING.values(), ids=DRIFTING)
-def test_delays_leave_selections_unchanged(options: dict[str, Any]) -> None:
+def test_delays_leave_selections_unchanged(options: dict[str, Any], copies: Copies) -> None:
     expected = Training(EAGER_BACKEND, options).run(0, 12)
-    with late(0, 4.0, COPY) as delays:
-        training = Training(EAGER_BACKEND, options).run(0, 12)
-        assert_same(training.weights(), expected.weights())
+    delays = Delays(0, 4.0)
+    copies.make = delays.before(copies.make)
+    training = Training(EAGER_BACKEND, options).run(0, 12)
+    assert_same(training.weights(), expected.weights())
     assert training.optimizer.engine.selections == expected.optimizer.engine.selections > 2
     assert delays.calls > 20
 

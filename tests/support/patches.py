@@ -1,4 +1,4 @@
-"""Replaces functions of the package inside of a block: by late ones, failing ones, or another machine's."""
+"""Replaces functions of the package inside of a block: by failing ones, or another machine's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from tests.support.training import Delays
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.host import arena
 
@@ -29,20 +28,6 @@ def failing(owner: Any, name: str, error: BaseException, *, after: int = 0, once
 
     with mock.patch.object(owner, name, sometimes):
         yield
-
-
-@contextmanager
-def late(seed: int, longest_ms: float, *functions: tuple[Any, str]) -> Iterator[Delays]:
-    """Begin each call of functions, given as (owner, name), late by a seeded random time."""
-    delays = Delays(seed, longest_ms)
-    patches = [mock.patch.object(owner, name, delays.before(getattr(owner, name))) for owner, name in functions]
-    for patch in patches:
-        patch.start()
-    try:
-        yield delays
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 def host_memory(available: int, source: str = "the machine", *, read_by: Any = arena) -> Any:
