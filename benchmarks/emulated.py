@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+from tests.support.aten_updates import aten_update
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host.host_adam import WindowUpdate
+from zenflow_compile.runtime.host.workers import Job, Work, bounds_of
+from zenflow_compile.runtime.parameters.host_state import UpdateWork
 
 
 @torch.library.custom_op("emulated::linear", mutates_args=())
@@ -72,15 +81,69 @@ class EmulatedModel(nn.Module):
         return x
 
 
-class SlowHostAdam:
-    """A host kernel that takes a given time per element, most of it asleep: slow without using a core."""
+class SlowHost:
+    """While entered, a thread makes host updates in the device's arithmetic: so an update is the same wherever it runs.
 
-    def __init__(self, kernel: HostAdam, seconds_per_element: float) -> None:
-        self.kernel = kernel
-        self.seconds_per_element = seconds_per_element
-        self.name = kernel.name
+    It takes a given time per element, most of it asleep: it is slow without using a core. Jobs of the optimizer's
+    workers wait for it, and have nothing left to do.
 
-    def __call__(self, update: WindowUpdate, part: slice) -> None:
-        end = time.perf_counter() + self.seconds_per_element * (part.stop - part.start)
-        self.kernel(update, part)
-        time.sleep(max(0.0, end - time.perf_counter()))
+    Attributes:
+        seconds_per_element: of updates.
+        busy_seconds: that it has taken for updates so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds_per_element = 0.0
+        self.busy_seconds = 0.0
+        self._queue: list[tuple[int, int, int, Sequence[Any], WindowUpdate, ThreadTicket]] = []
+        self._wake = threading.Condition()
+        self._count = itertools.count()
+        self._ends = False
+        self._init = Job.__init__
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> SlowHost:
+        host, init = self, self._init
+
+        def with_slow_input(job: Job, work: Work, inputs: Sequence[Any], *rest: Any, **place: Any) -> None:
+            if isinstance(work, UpdateWork):
+                update = replace(
+                    work.addresses.owner, coefficients=work.coefficients, step=work.taken, eps=work.eps
+                )  # fmt: skip
+                work.bounds = bounds_of([slice(0, 0)])
+                ticket = ThreadTicket()
+                with host._wake:
+                    entry = (place["step"], place["deadline"], next(host._count), inputs, update, ticket)
+                    host._queue = sorted([*host._queue, entry], key=lambda each: each[:3])
+                    host._wake.notify()
+                inputs = [*inputs, ticket]
+            init(job, work, inputs, *rest, **place)
+
+        Job.__init__ = with_slow_input  # type: ignore[method-assign, assignment]
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Job.__init__ = self._init  # type: ignore[method-assign]
+        with self._wake:
+            self._ends = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                arrived = (entry for entry in self._queue if all(each.done() for each in entry[3]))
+                if (entry := next(arrived, None)) is None:
+                    if self._ends:
+                        return
+                    self._wake.wait(1e-3)
+                    continue
+                self._queue.remove(entry)
+            begin = time.perf_counter()
+            update, ticket = entry[4:]
+            aten_update(update)
+            end = begin + self.seconds_per_element * update.out.numel()
+            time.sleep(max(0.0, end - time.perf_counter()))
+            self.busy_seconds += time.perf_counter() - begin
+            ticket.set()

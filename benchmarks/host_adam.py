@@ -8,7 +8,6 @@ fp32 masters and moments, and the new weights are written in the model's dtype.
   buffer, ``torch._fused_adamw_``, a cast into the upload buffer, gradients zeroed.
 * ``split``, ``bf16``, ``fp8``: the same pass over state in fewer bytes: split masters (bf16 weights only), and with
   them where possible moments in bf16 or 8 bits.
-* ``aten``: this project's fallback where there is no C++ compiler.
 * ``deepspeed``: DeepSpeed's ``adam_update`` with the same casts, sum and zeroing around it, its own OpenMP threads;
   ``deepspeed_kernel``: ``adam_update`` alone. Only where scripts/setup_deepspeed.sh was run.
 * ``copy``: ``Tensor.copy_`` of as many bytes as the window moves.
@@ -37,7 +36,7 @@ from benchmarks.common import Spread, Target, interleaved, option_parser, ratios
 from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.host_adam import WindowUpdate, make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 from zenflow_compile.runtime.state_forms import StateForm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,12 +73,7 @@ class Window:
 
     def host_adam(self, name: str) -> Callable[[slice], None]:
         """This project's kernel of that name."""
-        adam = make_host_adam(
-            "aten" if name == "aten" else "native",
-            gradient_dtype=self.dtype,
-            out_dtype=self.dtype,
-            max_gradients=self.slots,
-        )
+        adam = HostAdam(self.dtype, self.dtype, self.slots)
         form, out, state = self.form(name), self.out, self.state
         if not form.plain:
             out = self.out.clone()
@@ -127,7 +121,7 @@ def measure(
             half = round(window.bytes_per_parameter() * numel) // COPY_BYTES_PER_ELEMENT
             source, destination = torch.ones(half), torch.empty(half)
             works["copy"] = partial(pool.seconds, partial(_copy, source, destination, threads))
-        for name in ("ours", *FORMS, "aten", "fused"):
+        for name in ("ours", *FORMS, "fused"):
             if name in kernels and not (name == "split" and dtype != torch.bfloat16):
                 update = window.fused() if name == "fused" else window.host_adam(name)
                 works[name] = partial(pool.seconds, partial(_in_tasks, update, numel, threads))
@@ -232,7 +226,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks host_adam``."""
     parser = option_parser("host_adam", __doc__, rounds=7)
-    kernels = ("copy", "ours", *FORMS, "fused", "aten", "deepspeed")
+    kernels = ("copy", "ours", *FORMS, "fused", "deepspeed")
     add = parser.add_argument
     add("--params", type=float, default=32, help="millions of parameters (32)")
     add("--slots", type=int, nargs="+", default=[1, 2, 4, 8], help="window lengths S (1 2 4 8)")

@@ -63,8 +63,7 @@ class Variant:
         self.removed = removed
         if "host updates" in removed:
             for offloaded in self.system.optimizer.engine.offloaded.values():
-                # Jobs of Python's threads call what they find here; those of native threads would not.
-                offloaded.host.kernel, offloaded.host.native = _nothing, None  # type: ignore[assignment]
+                offloaded.host.ranges = [slice(0, 0)]  # of tasks, which then update no element
 
     @contextmanager
     def without_parts(self) -> Iterator[None]:

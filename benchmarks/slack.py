@@ -30,7 +30,7 @@ from torch import Tensor
 
 import zenflow_compile as zf
 from benchmarks.common import Target, option_parser, write_results
-from benchmarks.emulated import EmulatedModel, SlowHostAdam
+from benchmarks.emulated import EmulatedModel, SlowHost
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import ParamPlan, Placement
@@ -85,6 +85,11 @@ def every_step_on_the_host(active: bool) -> Iterator[None]:
 
 def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, float], list[Tensor]]:
     """Train; returns what was measured and the final weights."""
+    with SlowHost() as host:
+        return _train(host, run, layers, seconds, steps)
+
+
+def _train(host: SlowHost, run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, float], list[Tensor]]:
     torch.compiler.reset()
     torch.manual_seed(0)
     model = EmulatedModel(layers, WIDTH, seconds)
@@ -96,7 +101,6 @@ def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, 
         "device_share": 0.0,
         "spare_device_bytes": KEPT * STATE_BYTES,
         "min_offload_size": 0,
-        "host_kernel": "aten",  # the device's own arithmetic, so that an update is the same wherever it runs
         "weight_grad_order": run.order,
         "workers": 1,
     }
@@ -110,10 +114,12 @@ def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, 
     optimizer = zf.optimizer_of(compiled)
     for _ in range(WARM_UP - 1):
         compiled(next(data)).square().mean().backward()
-    slow_down(optimizer, run.host_share * step_seconds(compiled, data))
+    plans = [each.plan for each in optimizer.engine.offloaded.values()]
+    elements = sum(plan.deferred * plan.length / plan.interval for plan in plans)  # per step
+    host.seconds_per_element = run.host_share * step_seconds(compiled, data) / elements
     for _ in range(WARM_UP):
         compiled(next(data)).square().mean().backward()
-    begin = time.perf_counter()
+    busy, begin = host.busy_seconds, time.perf_counter()
     with zf.profile(optimizer) as profile:
         for _ in range(steps):
             compiled(next(data)).square().mean().backward()
@@ -123,7 +129,7 @@ def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, 
     measured = {
         "step_ms": elapsed / steps * 1e3,
         "device_ms": 3 * layers * seconds * 1e3,
-        "host_share": (summary["host_update_ms_per_step"] or 0.0) / (elapsed / steps * 1e3),
+        "host_share": (host.busy_seconds - busy) / elapsed,
         "stall_share": summary["stall_share"] or 0.0,
         "stall_ms": summary["stall_ms_per_step"] or 0.0,
     }
@@ -136,14 +142,6 @@ def step_seconds(compiled: Callable[..., Tensor], data: Iterator[Tensor]) -> flo
     for _ in range(WARM_UP):
         compiled(next(data)).square().mean().backward()
     return (time.perf_counter() - begin) / WARM_UP
-
-
-def slow_down(optimizer: zf.ZenFlowAdamW, seconds_per_step: float) -> None:
-    """Make all host updates together take ``seconds_per_step`` on average."""
-    offloaded = list(optimizer.engine.offloaded.values())
-    elements = sum(each.plan.deferred * each.plan.length / each.plan.interval for each in offloaded)
-    for each in offloaded:
-        each.host.kernel = SlowHostAdam(each.host.kernel, seconds_per_step / elements)
 
 
 def runs() -> list[Run]:

@@ -1,7 +1,7 @@
 """How much do host jobs that wait for gradients slow the training thread?
 
-The thread runs a loop of small operators while queued jobs wait for inputs that do not arrive: with native threads,
-with Python's threads, and without jobs, in turns. Two runs without jobs are compared, too: the machine's noise.
+The thread runs a loop of small operators while queued jobs wait for inputs that do not arrive, and without jobs, in
+turns. Two runs without jobs are compared, too: the machine's noise.
 """
 
 from __future__ import annotations
@@ -16,32 +16,20 @@ import torch
 
 from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
-from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
+from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork
 from zenflow_compile.runtime.recorder import Recorder
 
 INPUTS = 4  # of each job
 SLOWDOWN = 1.3
 
-Kind = Literal["alone", "alone again", "native", "python"]
+Kind = Literal["alone", "alone again", "waiting"]
 
 
-class _WaitingJob(PythonJob):
-    """A job of a Python thread that waits for copies."""
-
-    def __init__(self, inputs: Sequence[ThreadTicket]) -> None:
-        self._inputs = inputs
-        super().__init__([lambda: 0], deadline=0, step=0, param="")
-
-    def arrived(self) -> bool:
-        return all(ticket.done() for ticket in self._inputs)
-
-
-def _native_job(inputs: Sequence[ThreadTicket], pool: NativePool) -> NativeJob:
+def _waiting_job(inputs: Sequence[ThreadTicket], pool: Workers) -> Job:
     state = [torch.zeros(1, 1) for _ in range(3)]
-    work = NativeExchange(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
-    return NativeJob(work, inputs, (), pool.handle, deadline=0, step=0, param="")
+    work = ExchangeWork(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
+    return Job(work, inputs, (), pool.handle, deadline=0, step=0, param="")
 
 
 def loop_seconds(operators: int) -> float:
@@ -58,22 +46,16 @@ def beside(kind: Kind, jobs: int, workers: int, operators: int) -> float:
     inputs = [[ThreadTicket() for _ in range(INPUTS)] for _ in range(jobs)]
     if kind in ("alone", "alone again"):
         return loop_seconds(operators)
-    end: Callable[[], None]
-    if kind == "native":
-        native = NativePool(workers, Recorder())
-        native.submit(*[_native_job(each, native) for each in inputs])
-        end = native.close
-    else:
-        python = PythonPool(workers, Recorder())
-        python.submit(*[_WaitingJob(each) for each in inputs])
-        end = python.close
+    pool = Workers(workers, Recorder())
+    pool.start()
+    pool.submit(*[_waiting_job(each, pool) for each in inputs])
     try:
         return loop_seconds(operators)
     finally:
         for each in inputs:
             for ticket in each:
                 ticket.set()
-        end()
+        pool.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=14, help="threads of the pool (default 14)")
     parser.add_argument("--operators", type=int, default=50_000, help="operators of the loop (default 50000)")
     options = parser.parse_args(arguments)
-    kinds: tuple[Kind, ...] = ("alone", "native", "python", "alone again")
+    kinds: tuple[Kind, ...] = ("alone", "waiting", "alone again")
     rows, targets = [], []
     for jobs in options.jobs:
 
@@ -98,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row[kind] = spread.row()
             print(f"  {kind}: {spread}")
         rows.append(row)
-        slowdown = median(ratios(seconds["native"], seconds["alone"]))
-        targets.append(Target(f"slowdown by {jobs} native jobs", slowdown, SLOWDOWN, at_least=False))
+        slowdown = median(ratios(seconds["waiting"], seconds["alone"]))
+        targets.append(Target(f"slowdown by {jobs} jobs", slowdown, SLOWDOWN, at_least=False))
         print(f"  {targets[-1]}")
     print(f"wrote {write_results('waiting_jobs', rows, out=options.out, targets=targets)}")
     return 0

@@ -142,7 +142,6 @@ class Trainer:
             "inner": "eager",
             "lr": 1e-3,
             "min_offload_size": 0,
-            "host_kernel": "aten",
             "workers": 1,
             "offload_weights": False if run == "on device" else 1.0,
         }

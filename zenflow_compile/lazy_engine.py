@@ -18,13 +18,13 @@ from torch.nn import Parameter
 
 from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.measure.this_machine import measured_hardware
-from zenflow_compile.native.storage_reads import can_change_storages
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.host.cores import local_ranks
+from zenflow_compile.runtime.host.host_adam import check_native_code
 from zenflow_compile.runtime.nvme.state_file import existing_directory
 from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.claim import Claim
@@ -74,13 +74,12 @@ class LazyEngine:
         # together, before and after the engine is built, so that a resumed run gets the plan of the saved one.
         self._calls = [len(self._groups)]
         params = [param for group in self._groups for param in group["params"]]
+        check_native_code()
         _check_offloaded_weights(given, alone=ranks is None)
         if given.offload_weights == "auto":
             check_room(device_of(params[0].device), given.device_memory_bytes)
         earlier = _owners_of(params)
         self._check_plan(params, freed=sum(each.host_bytes for each in earlier))
-        if given.overlap_step and given.policy != "resident":
-            can_change_storages()  # warns here if not
         self.claim = Claim(optimizer)
         self._claim(params, earlier)
 

@@ -97,7 +97,7 @@ def measure_strides(setting: Setting, emit: Emit) -> None:
 
 def measure_host_adam(setting: Setting, emit: Emit) -> None:
     """Host updates with 1 to 16 threads, one per physical core, next to the simulator's rate."""
-    kernels = ("copy", "aten") if setting.tiny else ("copy", "ours", "fused")
+    kernels = ("copy", "ours", "fused")
     numel, rounds = (2**16, 2) if setting.tiny else (2**25, 7)
     cores = len(physical_cores())
     for threads in range(1, 17):

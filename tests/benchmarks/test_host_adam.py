@@ -18,7 +18,7 @@ NUMEL = 4096
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pytorch_pieces_flush_one_gradient_alike(dtype: torch.dtype) -> None:
     ours, pieces = (host_adam.Window(NUMEL, 1, dtype) for _ in range(2))
-    ours.host_adam("aten")(slice(0, NUMEL))
+    ours.host_adam("ours")(slice(0, NUMEL))
     pieces.fused()(slice(0, NUMEL))
     # Ours applies a clip factor of 0.5. It scales the moments; AdamW's first step does not depend on it.
     for a, b, scale in zip(ours.state, pieces.state, (1.0, 2.0, 4.0), strict=True):
@@ -38,12 +38,12 @@ def test_shares_cover_all_elements_once() -> None:
 def test_end_to_end(results: Path, tmp_path: Path) -> None:
     missing = ["--deepspeed-python", str(tmp_path / "python")]
     sizes = ["--params", "0.01", "--slots", "1", "2", "--dtype", "bf16", "--threads", "1", "--rounds", "2"]
-    kernels = ["--kernel", "copy", "aten", "fused", "deepspeed"]
+    kernels = ["--kernel", "copy", "ours", "fused", "deepspeed"]
     assert host_adam.main([*sizes, *kernels, *missing]) == 0
     rows = json.loads((results / "host_adam.json").read_text())["rows"]
     measured = [row for row in rows if "skipped" not in row]
     assert [(row["kernel"], row["slots"]) for row in measured] == [
-        (kernel, slots) for slots in (1, 2) for kernel in ("copy", "aten", "fused")
+        (kernel, slots) for slots in (1, 2) for kernel in ("copy", "ours", "fused")
     ]
     assert {row["bytes_per_parameter"] for row in measured} == {28, 30}
     assert all("setup_deepspeed.sh" in row["skipped"] for row in rows if row not in measured)

@@ -22,7 +22,6 @@ def test_validation_uses_the_public_prediction(tmp_path: Path, monkeypatch: pyte
         seen.append((device.type, torch.get_num_threads(), dtype))
         return Findings(
             machine=machine(device),
-            kernel="aten",
             host=[HostRates(threads=1, copy=9e9, add=7e9, adam=2.8e9, parameters=1e8)],
             link=[LinkRates("memmove", 5e9, 4e9)],
             device=DeviceRate(1e8, 2.8e9),

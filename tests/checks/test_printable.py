@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from rich.console import Console
 from torch import nn
 
 import zenflow_compile
+from tests.engine.test_files import full_after
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.checks.printable import printable
+from zenflow_compile.native import build
 from zenflow_compile.performance import model_config
-from zenflow_compile.runtime.host import host_adam
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def assert_safe(text: str) -> None:
 
 
 def options(**given: Any) -> dict[str, Any]:
-    return {"host_kernel": "aten", "min_offload_size": 100, "update_interval": 1, **given}
+    return {"min_offload_size": 100, "update_interval": 1, **given}
 
 
 def train(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
@@ -85,7 +85,7 @@ def test_report_and_explain_show_names_safely(terminal: bool, capsys: pytest.Cap
     optimizer.close()
 
 
-def test_errors_show_names_and_paths_safely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_show_names_and_paths_safely(tmp_path: Path) -> None:
     directory = tmp_path / HOSTILE.replace("/", "")
     directory.mkdir()
     model = hostile_model()
@@ -100,11 +100,7 @@ def test_errors_show_names_and_paths_safely(tmp_path: Path, monkeypatch: pytest.
     optimizer = ZenFlowAdamW(model.named_parameters(), **in_files)
     train(model, optimizer)
 
-    def broken(*args: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", broken)
+    with full_after(0):
         with pytest.raises(RuntimeError) as failed:
             train(model, optimizer)
         # Raised as it is where the step waits for the state, and as the cause of a host update that has failed.
@@ -123,9 +119,8 @@ def test_errors_show_names_and_paths_safely(tmp_path: Path, monkeypatch: pytest.
         assert_safe(str(text))
 
 
-def test_compiler_warning_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_adam, "_refusal", lambda: f"{HOSTILE}\n\x1b[31merror\x1b[m: no space")
-    host_adam._warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="slower 'aten' kernel") as caught:
-        host_adam.make_host_adam("auto", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=1)
+def test_unwritable_cache_warning_is_safe() -> None:
+    build._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="every process compiles it anew") as caught:
+        build._warn_once(f"{HOSTILE}\n\x1b[31merror\x1b[m: no space")
     assert_safe(str(caught[0].message))

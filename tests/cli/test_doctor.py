@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,19 +16,15 @@ import torch
 from zenflow_compile.cli import doctor, main
 from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.measure import bandwidth
+from zenflow_compile.native.build import BuildError
 from zenflow_compile.runtime.host.cores import physical_cores
-from zenflow_compile.runtime.host.host_adam import make_host_adam
 
 QUICK = ["doctor", "--device", "cpu", "--threads", "1", "--megabytes", "2", "--rounds", "1"]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing compiles, and the device updates a small matrix."""
-    kernel = make_host_adam(
-        "aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=bandwidth.WINDOW_GRADIENTS
-    )
-    monkeypatch.setattr(bandwidth, "host_kernel", lambda: kernel)
+    """The device updates a small matrix."""
     device_rate = bandwidth.device_rate
     monkeypatch.setattr(bandwidth, "_LARGEST_MATRIX", bandwidth._SMALLEST_MATRIX)
     monkeypatch.setattr(bandwidth, "_CPU_ELEMENTS", 1 << 12)
@@ -44,7 +41,6 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
         "lockable memory",
         "C++ compiler",
         f"torch {torch.__version__}",
-        "kernel aten",
         "copy_",
         "of copy_",
         "D2H",
@@ -54,6 +50,17 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
         "TFLOP/s",
     ):
         assert part in text, part
+
+
+@pytest.mark.parametrize(
+    "command", [QUICK, ["plan", "--params", "3e8", "--hardware", "measured", "--tokens", "8"]], ids=["doctor", "plan"]
+)
+def test_missing_compiler_exits_with_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    missing = mock.patch.object(doctor, "check_native_code", side_effect=BuildError("no C++ compiler was found"))
+    with missing, pytest.raises(SystemExit) as ended:
+        main.main(command)
+    assert ended.value.code == 2
+    assert "no C++ compiler was found" in capsys.readouterr().err
 
 
 def test_doctor_divides_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +84,7 @@ def test_doctor_divides_the_machine(capsys: pytest.CaptureFixture[str], monkeypa
 def test_doctor_prints_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*QUICK, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "kernel", "host", "link", "device", "resident", "matmul_flops", "disk"}
+    assert set(found) == {"machine", "host", "link", "device", "resident", "matmul_flops", "disk"}
     assert found["disk"] is None
     assert sum(map(len, found["machine"]["nodes"].values())) == len(physical_cores())
     (host,) = found["host"]

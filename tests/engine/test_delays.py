@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.gated_jobs import gated
 from tests.support.settings import settings
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device import thread_lane
-from zenflow_compile.runtime.host import host_adam
 
 SETTINGS = settings(
     "windows", "stale_every_step", "reselecting", "auto", "summed", "compressed_stale", "summed_stale_warm_up"
@@ -21,38 +22,33 @@ SETTINGS = settings(
 STREAMED = settings("streamed", "every_second_streamed", "windows_and_streamed")
 THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
 
-pytestmark = pytest.mark.usefixtures("python_workers")
 
-
-def delay(monkeypatch: pytest.MonkeyPatch, seed: int, longest_ms: float = 4.0) -> Delays:
-    """Make every copy and every task of a worker late."""
+@contextmanager
+def delay(seed: int, longest_ms: float = 4.0) -> Iterator[Delays]:
+    """Make every copy and every job late."""
     delays = Delays(seed, longest_ms)
-    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
-    kernel = host_adam.AtenHostAdam
-    monkeypatch.setattr(kernel, "__call__", delays.before(kernel.__call__))
-    return delays
+    with pytest.MonkeyPatch.context() as patch, gated(delays.seconds):
+        patch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
+        yield delays
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", [*SETTINGS.values(), *STREAMED.values()], ids=[*SETTINGS, *STREAMED])
-def test_delays_leave_weights_unchanged(
-    entry: dict[str, Any] | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delays_leave_weights_unchanged(entry: dict[str, Any] | None, options: dict[str, Any]) -> None:
     expected = Training(entry, {**options, **THREE_WORKERS}).run(0, 10).weights()
     for seed in (0, 1):
-        with monkeypatch.context() as patch:
-            delays = delay(patch, seed)
+        with delay(seed) as delays:
             late = Training(entry, {**options, **THREE_WORKERS}).run(0, 10)
             assert_same(late.weights(), expected)
             assert delays.calls > 40
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_overlap_leaves_weights_unchanged(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_leaves_weights_unchanged(options: dict[str, Any]) -> None:
     overlapped = Training(EAGER_BACKEND, options).run(0, 10).weights()
     assert_same(Training(EAGER_BACKEND, {**options, "overlap_step": False}).run(0, 10).weights(), overlapped)
-    delay(monkeypatch, 3)
-    assert_same(Training(EAGER_BACKEND, {**options, "overlap_step": False}).run(0, 10).weights(), overlapped)
+    with delay(3):
+        assert_same(Training(EAGER_BACKEND, {**options, "overlap_step": False}).run(0, 10).weights(), overlapped)
 
 
 class Chain(nn.Module):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from tests.support.training import EAGER_BACKEND
 from tests.support.weight_readers import READERS, in_child
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build, storage_reads
-from zenflow_compile.torch_internals import torch_private
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_weights")]
 
@@ -202,29 +199,6 @@ def test_replaced_memory_is_readable(trained: Trained) -> None:
     trained.train(1)
     with pytest.raises(RuntimeError, match=REMEDY):
         trained.weight.norm()
-
-
-def test_without_a_compiler_a_warning_tells() -> None:
-    caches = (storage_reads.can_change_storages, storage_reads._library, build.load_storage_reads)
-    for each in caches:
-        each.cache_clear()
-    try:
-        with mock.patch.object(torch_private, "cpp_compiler", return_value=None):
-            with pytest.warns(RuntimeWarning, match=r"are not guarded.* crash code.*no C\+\+ compiler") as caught:
-                trained = Trained()
-            assert sum("not guarded" in str(each.message) for each in caught) == 1
-    finally:  # without a guard, reads in other tests would crash
-        for each in caches:
-            each.cache_clear()
-    assert trained.weight.untyped_storage().nbytes() == 0
-    with trained.optimizer.loaded_weights():
-        assert torch.isfinite(trained.weight).all()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained.train(1)
-    with pytest.raises(RuntimeError, match=REMEDY):
-        trained.weight.norm()
-    trained.close()
 
 
 def test_headers_of_another_pytorch_are_noticed() -> None:

@@ -10,21 +10,20 @@ import pytest
 import torch
 
 import zenflow_compile as zf
-from tests.engine.test_failures import BrokenError, root_of
+from tests.engine.test_delays import delay
+from tests.engine.test_failures import BrokenError, failing_after, root_of
 from tests.engine.test_interrupts import every_point
+from tests.support.gated_jobs import STATE, UPDATES, gated
 from tests.support.settings import settings
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Delays, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, assert_same
 from zenflow_compile.planning import plan as plans
-from zenflow_compile.runtime.device import thread_lane
-from zenflow_compile.runtime.device.thread_lane import ThreadLane
-from zenflow_compile.runtime.host import host_adam
-from zenflow_compile.runtime.host.host_adam import WindowUpdate
-from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
+from zenflow_compile.runtime.host.workers import Job, Workers
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
-from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob, StateExchange
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork, StateExchange
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("python_workers")]
+pytestmark = pytest.mark.timeout(120)
 
 EVERY_STEP: dict[str, Any] = {"update_interval": 1, "select_strategy": "step", "select_interval": 1}
 SETTINGS = {
@@ -49,16 +48,6 @@ def through_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(EngineMemory, "__init__", made)
     monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 10)  # chunks of two slices or more
-
-
-def late(monkeypatch: pytest.MonkeyPatch, seed: int) -> Delays:
-    """Make copies, updates and exchanges late."""
-    delays = Delays(seed, 2.0)
-    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
-    monkeypatch.setattr(ExchangeJob, "run", delays.before(ExchangeJob.run))
-    kernel = host_adam.AtenHostAdam
-    monkeypatch.setattr(kernel, "__call__", delays.before(kernel.__call__))
-    return delays
 
 
 def outcome(training: Training) -> list[torch.Tensor]:
@@ -92,8 +81,7 @@ def test_training_equals_a_direct_exchange(
     assert selections > 2
     request.getfixturevalue("through_lanes")
     for seed in (0, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            late(patch, seed)
+        with delay(seed, 2.0):
             other = Training(entry, options, dtype).run(0, 12)
             for actual, each in zip([outcome(other), rows(other)], expected, strict=True):
                 assert_same(actual, each)
@@ -102,18 +90,16 @@ def test_training_equals_a_direct_exchange(
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-def test_saved_state_continues_in_mid_exchange(
-    entry: dict[str, Any] | None, through_lanes: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late(monkeypatch, 0)
-    expected = Training(entry, EVERY_STEP).run(0, 8).weights()
-    training = Training(entry, EVERY_STEP).run(0, 5)
-    training.loss(5)
-    saved = training.saved()
-    assert_same(Training(entry, EVERY_STEP).load(saved).run(5, 8).weights(), expected)
-    assert_same(training.run(5, 8).weights(), expected)
-    training.loss(9)
-    assert_same(training.load(saved).run(5, 8).weights(), expected)
+def test_saved_state_continues_in_mid_exchange(entry: dict[str, Any] | None, through_lanes: None) -> None:
+    with delay(0, 2.0):
+        expected = Training(entry, EVERY_STEP).run(0, 8).weights()
+        training = Training(entry, EVERY_STEP).run(0, 5)
+        training.loss(5)
+        saved = training.saved()
+        assert_same(Training(entry, EVERY_STEP).load(saved).run(5, 8).weights(), expected)
+        assert_same(training.run(5, 8).weights(), expected)
+        training.loss(9)
+        assert_same(training.load(saved).run(5, 8).weights(), expected)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
@@ -130,8 +116,7 @@ def test_external_write_in_mid_exchange(entry: dict[str, Any] | None, request: p
 
     expected = trained()
     request.getfixturevalue("through_lanes")
-    with pytest.MonkeyPatch.context() as patch:
-        late(patch, 0)
+    with delay(0, 2.0):
         assert_same(trained(), expected)
 
 
@@ -139,7 +124,7 @@ def test_optimizer_in_backward_exchanges_in_time(request: pytest.FixtureRequest)
     def trained() -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
-        options = {"inner": "eager", "min_offload_size": 100, "host_kernel": "aten", "device_share": 0.0, **EVERY_STEP}
+        options = {"inner": "eager", "min_offload_size": 100, "device_share": 0.0, **EVERY_STEP}
         call = torch.compile(model, backend="zenflow", options=options)
         for step in range(8):
             inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
@@ -153,8 +138,7 @@ def test_optimizer_in_backward_exchanges_in_time(request: pytest.FixtureRequest)
 
     expected = trained()
     request.getfixturevalue("through_lanes")
-    with pytest.MonkeyPatch.context() as patch:
-        late(patch, 0)
+    with delay(0, 2.0):
         assert_same(trained(), expected)
 
 
@@ -163,17 +147,15 @@ def test_forward_waits_for_no_exchange(through_lanes: None, monkeypatch: pytest.
     monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 20)
     training = Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 1)
     training.step(1)
-    held = [True]
-    arrived = ExchangeJob.arrived
-    monkeypatch.setattr(ExchangeJob, "arrived", lambda job: not held[0] and arrived(job))
-    training.backward(2)
+    held = ThreadTicket()
+    with gated(lambda: held, STATE):
+        training.backward(2)
     exchange = training.optimizer.engine.registry.transport.exchange
     assert exchange is not None
     assert len(exchange._in_flight) > 1
-    held[0] = False
+    held.set()
     training.optimizer.step()
     assert exchange._in_flight == ()
-    monkeypatch.undo()
     assert_same(training.weights(), Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 3).weights())
 
 
@@ -217,24 +199,14 @@ def test_interrupted_exchange_recovers_from_a_state(through_lanes: None, monkeyp
 
 
 @pytest.mark.parametrize("calls", [0, 2])
-def test_failed_exchange_stops_training(calls: int, through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_exchange_stops_training(calls: int, through_lanes: None) -> None:
     training = Training(EAGER_BACKEND, EVERY_STEP).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    run, left = ExchangeJob.run, [calls]
     error = MemoryError("on purpose")
-
-    def failing(self: ExchangeJob, part: slice) -> int:
-        left[0] -= 1
-        if left[0] == -1:
-            raise error
-        return run(self, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ExchangeJob, "run", failing)
-        with pytest.raises(RuntimeError) as caught:
-            training.run(3, 6)
+    with gated(failing_after(calls, lambda: None, error), STATE), pytest.raises(RuntimeError) as caught:
+        training.run(3, 6)
     assert root_of(caught.value) is error
     for call in (lambda: training.step(9), training.optimizer.synchronize, training.optimizer.flush):
         with pytest.raises(RuntimeError):
@@ -272,19 +244,24 @@ def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.Mon
     training.load(saved)
     with monkeypatch.context() as patch:
         waits = go_on_after_failures(patch)
-        kernel, failed = host_adam.AtenHostAdam.__call__, []
+        tickets: list[ThreadTicket] = []
 
-        first = training.optimizer.engine.offloaded[0].plan.deferred_numel  # no other parameter has as many
+        def held() -> ThreadTicket:
+            tickets.append(ThreadTicket())
+            return tickets[-1]
 
-        def late_failure(kernel_itself: Any, update: WindowUpdate, part: slice) -> None:
-            if not failed and update.out.numel() == first:  # the forward waits for it before the others
-                failed.append(waits.wait(30))
-                raise BrokenError("on purpose")
-            kernel(kernel_itself, update, part)
+        def fail_first() -> None:
+            failed.append(waits.wait(30))
+            for job, ticket in zip(jobs, tickets, strict=True):
+                ticket.set(BrokenError("on purpose") if job.param == "0.weight" else None)
 
-        patch.setattr(host_adam.AtenHostAdam, "__call__", late_failure)
-        training.step(3)
-        training.loss(4)  # the forward applies the failed update, and no wait raises its error
+        failed: list[bool] = []
+        with gated(held, UPDATES) as jobs:
+            training.step(3)
+            thread = threading.Thread(target=fail_first)
+            thread.start()
+            training.loss(4)  # the forward applies the failed update, and no wait raises its error
+            thread.join()
         for offloaded in training.optimizer.engine.offloaded.values():
             for job in offloaded.host.jobs:
                 job.settle()
@@ -311,15 +288,15 @@ def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.Mon
 def test_close_ends_after_an_unqueued_exchange(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt came before the job was queued, so no worker will run it: ``close()`` must not wait for it."""
     training = Training(EAGER_BACKEND, EVERY_STEP).run(0, 3)
-    submit = PythonPool.submit
+    submit = Workers.submit
 
-    def interrupted(pool: PythonPool, *jobs: PythonJob) -> None:
-        if isinstance(jobs[0], ExchangeJob):
+    def interrupted(workers: Workers, *jobs: Job) -> None:
+        if isinstance(jobs[0].work, ExchangeWork):
             raise KeyboardInterrupt
-        submit(pool, *jobs)
+        submit(workers, *jobs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PythonPool, "submit", interrupted)
+        patch.setattr(Workers, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.loss(3)
     with pytest.raises(RuntimeError, match="half-way"):

@@ -21,7 +21,7 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device import staging_ring
 from zenflow_compile.runtime.device_updates import streamed_adam
 from zenflow_compile.runtime.errors import refuse_threads
-from zenflow_compile.runtime.host import arena, host_adam, native_pool
+from zenflow_compile.runtime.host import arena, workers
 from zenflow_compile.runtime.parameters import allocation, capacity, claim, device_state, host_state
 
 pytestmark = pytest.mark.timeout(300)
@@ -60,7 +60,7 @@ CALLS: list[tuple[Any, str, Callable[[str], Exception]]] = [
     (staging_ring.StagingRing, "fit", memory_error),
     (streamed_adam.StreamedAdam, "fit", memory_error),
     (streamed_adam.StreamedAdam, "make", memory_error),
-    (host_adam, "AtenHostAdam", memory_error),
+    (allocation, "HostAdam", memory_error),
     (allocation, "make_flags", memory_error),
     (capacity, "require_host_memory", memory_error),
     (claim, "listen_to_grad", memory_error),
@@ -147,13 +147,10 @@ def test_failed_construction_releases_everything(name: str, tmp_path: Path) -> N
         assert {"os.open", "os.pwrite", "os.ftruncate", "os.posix_fallocate", "os.fsync"} <= failed
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
 @pytest.mark.parametrize("files", [False, True], ids=["memory", "files"])
-def test_missing_thread_raises_at_the_first_use(
-    native: bool, files: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_thread_raises_at_the_first_use(files: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Update windows of one kind are flushed by ``close()`` alone, where an error would come too late."""
-    options: dict[str, Any] = {"update_interval": 16, "host_kernel": "native" if native else "aten"}
+    options: dict[str, Any] = {"update_interval": 16}
     if files:
         options |= {"offload_device": "nvme", "nvme_path": tmp_path}
     training = Training(EAGER_BACKEND, options)
@@ -166,11 +163,11 @@ def test_missing_thread_raises_at_the_first_use(
         with pytest.raises(RuntimeError, match=r"new thread\): raise the limit on processes \(ulimit -u\)"):
             _ = training.optimizer.engine
     with monkeypatch.context() as patch:
-        patch.setattr(native_pool.NativePool, "_open", lambda pool: refuse_threads(RuntimeError("EAGAIN")))
-        for _ in range(2 if native else 0):
+        patch.setattr(workers.Workers, "_open", lambda pool: refuse_threads(RuntimeError("EAGAIN")))
+        for _ in range(2):
             with pytest.raises(RuntimeError, match=r"\(EAGAIN\): raise the limit on processes \(ulimit -u\)"):
                 training.step(0)
-    expected = Training(EAGER_BACKEND, {"update_interval": 16, "host_kernel": options["host_kernel"]}).run(0, 3)
+    expected = Training(EAGER_BACKEND, {"update_interval": 16}).run(0, 3)
     assert_same(training.run(0, 3).weights(), expected.weights())
     training.optimizer.close(), expected.optimizer.close()
     assert_same(training.weights_as_they_are(), expected.weights_as_they_are())

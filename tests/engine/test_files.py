@@ -12,10 +12,9 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,11 @@ from rich.console import Console
 from torch import nn
 
 from tests.engine.test_failures import root_of, train_until_it_fails
+from tests.support.gated_jobs import gated
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, profile
-from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.nvme import cache as nvme_cache
 from zenflow_compile.runtime.nvme import state_file, transfers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk, chunk_bytes
@@ -41,7 +41,6 @@ pytestmark = pytest.mark.timeout(120)
 SETTINGS = settings(
     "zero_infinity", "windows", "reselecting", "auto", "stale_every_step", "summed_warm_up", "compressed_stale"
 )
-KERNELS = ["native", "aten"]  # whose jobs run in native threads, and in Python's
 LAYERS = 8
 CHUNK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
 
@@ -123,41 +122,21 @@ def test_files_train_to_the_bits_of_memory(
             assert all(torch.equal(own[name], entry_state[name]) for name in ("exp_avg", "exp_avg_sq"))
 
 
-def late_native_transfers(patch: pytest.MonkeyPatch, seed: int) -> list[ThreadTicket]:
-    """Let native reads and writes wait for up to 4 ms, in random order; returns what they wait for."""
-    chance, made, tickets = random.Random(seed), transfers._NativeFileJob, []
-
-    def late(work: Any, inputs: Any, after: Any, pool: Any, **place: Any) -> Any:
-        tickets.append(ticket := ThreadTicket())
-        threading.Timer(4e-3 * chance.random(), ticket.set).start()
-        return made(work, (*inputs, ticket), after, pool, **place)
-
-    patch.setattr(transfers, "_NativeFileJob", late)
-    return tickets
-
-
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_late_file_access_leaves_weights_unchanged(
     entry: dict[str, Any] | None,
     options: dict[str, Any],
-    kernel: str,
     files: Directories,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {**options, "host_kernel": kernel}
+    """Reads and writes wait for up to 4 ms, and run in random order."""
     expected = in_memory(options, entry, torch.float32).run(0, 8).weights()
     for seed, window in enumerate((CHUNK_BYTES, 3 * CHUNK_BYTES)):
-        with monkeypatch.context() as patch:
-            delays = Delays(seed, 4.0)
-            patch.setattr(os, "preadv", delays.before(os.preadv))
-            patch.setattr(os, "pwritev", delays.before(os.pwritev))
-            late = late_native_transfers(patch, seed)
+        with gated(Delays(seed, 4.0).seconds, ("read", "write")) as late:
             training = files.training({**options, "pt_reserved_cores_perc": 0.0}, entry, window=window)
             assert_same(training.run(0, 8).weights(), expected)
-            assert len(late) > 40 if kernel == "native" else delays.calls > 40
+            assert len(late) > 40
 
 
 @pytest.mark.matrix(2)
@@ -205,6 +184,24 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pyte
 
 
 @contextmanager
+def full_after(calls: int) -> Iterator[None]:
+    """Let the system refuse writes to files after ``calls`` more of them were queued."""
+    left, make = [calls], transfers.make_transfer
+
+    with ExitStack() as full, pytest.MonkeyPatch.context() as patch:
+
+        def making(*arguments: Any, **keywords: Any) -> Any:
+            if "write" in arguments:
+                left[0] -= 1
+                if left[0] == -1:
+                    full.enter_context(no_larger_files())
+            return make(*arguments, **keywords)
+
+        patch.setattr(nvme_cache, "make_transfer", making)
+        yield
+
+
+@contextmanager
 def no_larger_files() -> Iterator[None]:
     """Let the system refuse every write to a file of this process, wherever it comes from."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -215,37 +212,23 @@ def no_larger_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def no_space(calls: int) -> Callable[..., int]:
-    """Return an ``os.pwritev`` for a disk that is full after ``calls`` calls."""
-    write, left = os.pwritev, [calls]
-
-    def full(*args: Any) -> int:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*args)
-
-    return full
-
-
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", ["zero_infinity", "windows", "reselecting"])
-@pytest.mark.parametrize("calls", [0, 1, 7, None], ids=["at_once", "after_1", "after_7", "native"])
+@pytest.mark.parametrize("calls", [0, 1, 7], ids=["at_once", "after_1", "after_7"])
 def test_full_disk_raises_and_the_checkpoint_continues(
-    entry: dict[str, Any] | None, name: str, calls: int | None, files: Directories, monkeypatch: pytest.MonkeyPatch
+    entry: dict[str, Any] | None, name: str, calls: int, files: Directories
 ) -> None:
-    options = {**SETTINGS[name], "host_kernel": "native" if calls is None else "aten"}
+    options = SETTINGS[name]
     training = files.training(options, entry).run(0, 4)
     saved = training.saved()
     expected = training.run(4, 8).weights()
     training.load(saved)
-    with monkeypatch.context() as patch, no_larger_files() if calls is None else nullcontext():
-        patch.setattr(os, "pwritev", no_space(calls or 0))
+    with full_after(calls):
         error = train_until_it_fails(training, 4, 12)
         root = root_of(error)
         assert isinstance(root, OSError)
-        assert root.errno == (errno.EFBIG if calls is None else errno.ENOSPC)
+        assert root.errno == errno.EFBIG
         for call in (training.optimizer.synchronize, training.optimizer.state_dict):
             with pytest.raises(RuntimeError):
                 call()
@@ -254,9 +237,8 @@ def test_full_disk_raises_and_the_checkpoint_continues(
     training.optimizer.close()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_unreadable_disk_raises(kernel: str, files: Directories) -> None:
-    training = files.training({"policy": "zero_infinity", "host_kernel": kernel}).run(0, 2)
+def test_unreadable_disk_raises(files: Directories) -> None:
+    training = files.training({"policy": "zero_infinity"}).run(0, 2)
     file = cache_of(training).files.directory.files[0]
     only_to_write = os.open(file.path, os.O_WRONLY)
     os.dup2(only_to_write, file.opened.fileno(), inheritable=False)
@@ -268,10 +250,9 @@ def test_unreadable_disk_raises(kernel: str, files: Directories) -> None:
     assert "checkpoint" in f"{error} {error.__cause__}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
-def test_corrupted_byte_raises_with_file_and_parameter(name: str, kernel: str, files: Directories) -> None:
-    training = files.training({**SETTINGS[name], "host_kernel": kernel}).run(0, 4)
+def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directories) -> None:
+    training = files.training(SETTINGS[name]).run(0, 4)
     saved = training.saved()
     expected = training.run(4, 7).weights()
     training.load(saved)
@@ -292,16 +273,15 @@ def test_corrupted_byte_raises_with_file_and_parameter(name: str, kernel: str, f
 
 
 def file_threads() -> int:
-    """Threads of this process, native or Python's, that read and write state."""
-    native = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum(name.startswith("zenflow-file") for name in (*native, *[each.name for each in threading.enumerate()]))
+    """Threads of this process that read and write state."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("zenflow-file") for name in names)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_no_file_is_left_after_close(kernel: str, files: Directories, tmp_path: Path) -> None:
+def test_no_file_is_left_after_close(files: Directories, tmp_path: Path) -> None:
     gc.collect()
     before = file_threads()
-    training = files.training({"policy": "zero_infinity", "host_kernel": kernel}).run(0, 3)
+    training = files.training({"policy": "zero_infinity"}).run(0, 3)
     path = tmp_path / "0"
     assert file_threads() == before + FILE_THREADS
     assert len(list(path.iterdir())) == 2
@@ -325,7 +305,7 @@ def test_later_group_trains_like_an_early_one(files: Directories) -> None:
     for policy in ("zero_infinity", "zero_offload"):
         torch.manual_seed(0)
         first, second = nn.Linear(32, 32), nn.Linear(32, 64)
-        options = {"policy": policy, "host_kernel": "native", "min_offload_size": 100}
+        options = {"policy": policy, "min_offload_size": 100}
         if policy == "zero_infinity":
             path = files._root / "group"
             path.mkdir()
@@ -345,7 +325,7 @@ def test_later_group_trains_like_an_early_one(files: Directories) -> None:
 
 
 def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
+    options = {"policy": "zero_infinity", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
     cache = optimizer.engine.registry.transport.files
     assert cache is not None
@@ -368,7 +348,7 @@ def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
+    options = {"policy": "zero_infinity", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(4, 4).parameters(), **options)  # so small that it has no file
     optimizer.synchronize()
     group = {"params": list(nn.Linear(32, 64).parameters())}
@@ -387,7 +367,7 @@ def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: p
 def test_cache_needs_its_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
     monkeypatch.setattr(capacity, "require_host_memory", lambda size, *_: needed.append(size))
-    options = {"policy": "zero_infinity", "host_kernel": "native", "min_offload_size": 100, "nvme_path": tmp_path}
+    options = {"policy": "zero_infinity", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=CHUNK_BYTES, **options)
     optimizer.synchronize()
     optimizer.add_param_group({"params": list(nn.Linear(32, 32).parameters())})

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gated_jobs import UPDATES, failing, gated
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, LARGEST_STATE, Training, assert_same
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
-from zenflow_compile.runtime.host import host_adam
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("python_workers")]
+pytestmark = pytest.mark.timeout(60)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {},
@@ -151,18 +151,11 @@ def test_flush_over_a_lost_update_raises() -> None:
     training.run(7, 17)
 
 
-def test_flush_after_a_failed_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_after_a_failed_step_is_refused() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 3)
     saved = training.saved()
-    kernel = host_adam.AtenHostAdam
-
-    def fails(*args: Any, **keywords: Any) -> None:
-        raise MemoryError("no memory for this update")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "__call__", fails)
-        with pytest.raises(RuntimeError):
-            training.optimizer.flush()
+    with gated(failing(MemoryError("no memory for this update")), UPDATES), pytest.raises(RuntimeError):
+        training.optimizer.flush()
     with pytest.raises(RuntimeError, match="failed half-way"):
         training.optimizer.flush()
     training.load(saved)

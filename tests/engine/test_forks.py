@@ -168,7 +168,7 @@ ORPHAN = """
 import os, sys, torch
 from zenflow_compile import ZenFlowAdamW
 params = [torch.nn.Parameter(torch.zeros(64, 64))]
-options = {"policy": "zero_infinity", "nvme_path": sys.argv[1], "min_offload_size": 100, "host_kernel": "native"}
+options = {"policy": "zero_infinity", "nvme_path": sys.argv[1], "min_offload_size": 100}
 optimizer = ZenFlowAdamW(params, **options)
 optimizer.synchronize()
 child = os.fork()

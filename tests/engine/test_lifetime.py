@@ -30,7 +30,6 @@ from tests.support.training import (
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.host.workers import Job
 
 pytestmark = pytest.mark.timeout(60)
@@ -185,21 +184,27 @@ def test_collected_optimizer_applies_and_ends_threads(entry: dict[str, Any] | No
     assert all(ops.owner_of(param) is None for param in training.model.parameters())
 
 
-def test_worker_may_collect_the_optimizer() -> None:
-    """The collector runs in any thread, and a worker that joined itself would deadlock."""
+def test_lane_may_collect_the_optimizer() -> None:
+    """The collector runs in any thread, and a lane that joined itself would deadlock."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     engine = training.optimizer.engine
     holder = [training.optimizer]
     del training.optimizer
     dropped = threading.Event()
 
-    def drop() -> int:
-        holder.clear()
-        gc.collect()
-        dropped.set()
-        return 0
+    class Work:
+        flag = error = None
 
-    engine.registry.transport.workers.submit(PythonJob([drop], deadline=-1, step=0, param=""))
+        def done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            holder.clear()
+            gc.collect()
+            dropped.set()
+
+    nothing = torch.empty(0)
+    engine.registry.transport.to_device.submit(nothing, nothing, step=0, param="", after=Work())
     assert dropped.wait(20)
     for thread in threading.enumerate():
         if thread.name == "zenflow-close":

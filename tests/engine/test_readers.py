@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+from tests.support.gated_jobs import UPDATES, gated
 from tests.support.training import EAGER_BACKEND, IN_FLIGHT
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
-from zenflow_compile.runtime.host import host_adam
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -30,7 +29,7 @@ WIDTH = 512
 STEPS = 4
 CLOSE = 1e-6  # of AdamW's weights; a step that is missing shows as 1e-3, the learning rate
 ADAM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
-EXACT: dict[str, Any] = {**ADAM, "update_interval": 1, "device_share": 0.0, "host_kernel": "native"}
+EXACT: dict[str, Any] = {**ADAM, "update_interval": 1, "device_share": 0.0}
 
 
 class Net(nn.Module):
@@ -52,15 +51,9 @@ def batch(step: int) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def slow_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = host_adam.AtenHostAdam
-    update = kernel.__call__
-
-    def late(*args: Any, **keywords: Any) -> Any:
-        time.sleep(0.02)
-        return update(*args, **keywords)
-
-    monkeypatch.setattr(kernel, "__call__", late)
+def slow_updates() -> Iterator[None]:
+    with gated(lambda: 0.02, UPDATES):
+        yield
 
 
 class Pair:

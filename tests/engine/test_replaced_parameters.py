@@ -51,7 +51,7 @@ def test_replaced_parameter_fails_the_next_forward(change: Callable[[Any], None]
         training.loss(2)
     assert "report" not in str(caught.value).split("anew")[0]
     training.optimizer.close()
-    training.optimizer = ZenFlowAdamW(training.model.named_parameters(), min_offload_size=100, host_kernel="native")
+    training.optimizer = ZenFlowAdamW(training.model.named_parameters(), min_offload_size=100)
     training.call = torch.compile(training.model, **EAGER_BACKEND)
     if change is not resize:
         training.run(2, 4)

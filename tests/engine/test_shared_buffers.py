@@ -28,7 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "warm-up": {"topk_ratio": 0.25, "full_warm_up_rounds": 6},
     "summed": {"topk_ratio": 0.25, "accumulate_on_device": True, "full_warm_up_rounds": 2},
     "int8": {"topk_ratio": 0.25, "gradient_compression": "int8"},
-    "aten": {"topk_ratio": 0.25, "host_kernel": "aten"},
     "zero_offload": {"policy": "zero_offload", "device_share": 0.25},
     "twinflow": {"policy": "twinflow", "ratio": 0.5, "device_share": 0.25},
     "weights on the host": {"topk_ratio": 0.25, "offload_weights": 1.0},

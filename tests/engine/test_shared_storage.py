@@ -15,7 +15,7 @@ from zenflow_compile import ZenFlowAdamW, optimizer_of
 
 pytestmark = pytest.mark.timeout(120)
 
-ALL: dict[str, Any] = {"host_kernel": "native", "min_offload_size": 1, "device_share": 0.0}
+ALL: dict[str, Any] = {"min_offload_size": 1, "device_share": 0.0}
 STALE: dict[str, Any] = {"update_interval": 1, "staleness": 1}
 POLICIES: dict[str, dict[str, Any]] = {
     "zenflow": {"policy": "zenflow", "update_interval": 1, "topk_ratio": 0.25},

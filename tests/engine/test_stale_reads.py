@@ -16,11 +16,11 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from tests.support.gated_jobs import UPDATES, failing, gated
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, Training, assert_same
 from tests.support.weight_readers import READERS, in_child, read_all
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 from zenflow_compile.torch_internals.torch_private import refusal_of
@@ -313,14 +313,9 @@ def test_pre_hooks_ahead_of_ours_raise(trained: Trained) -> None:
     without_gradients(trained.model[0])
 
 
-def test_failed_update_leaves_readable_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = Trained({"host_kernel": "aten"})
-
-    def fails(*args: Any, **keywords: Any) -> None:
-        raise MemoryError("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(host_adam.AtenHostAdam, "__call__", fails)
+def test_failed_update_leaves_readable_weights() -> None:
+    trained = Trained()
+    with gated(failing(MemoryError("on purpose")), UPDATES):
         with pytest.raises(RuntimeError):
             trained.train(3, 6)
         with pytest.raises(RuntimeError):

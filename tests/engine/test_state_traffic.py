@@ -27,7 +27,7 @@ def moved(**options: Any) -> tuple[float, float]:
     """Return the moved state in model sizes per step, and re-selections per parameter, long after the warm-up."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(context=32, layers=2, width=64, heads=2)).to(torch.bfloat16)
-    settings = {"lr": 2e-3, "device_share": 0.0, "full_warm_up_rounds": WARM_UP, "host_kernel": "native"}
+    settings = {"lr": 2e-3, "device_share": 0.0, "full_warm_up_rounds": WARM_UP}
     with zf.ZenFlowAdamW(model.named_parameters(), **settings, **options) as optimizer:
 
         def train(first: int, last: int) -> None:

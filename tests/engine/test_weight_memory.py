@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -199,15 +198,3 @@ def test_given_part_of_a_tensor_is_refused(part: str) -> None:
         losses(run.call, run.optimizer, 2, 3)
     assert torch.equal(flat, torch.cat([values(5), values(6)]))
     run.optimizer.close()
-
-
-def test_foreign_memory_stays_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved_weights, "can_change_storages", lambda: False)
-    model = build()
-    array = model[0].weight.detach().numpy().copy()
-    model[0].weight.data = torch.from_numpy(array)
-    run = Run(model)
-    assert losses(run.call, run.optimizer, *range(8)) == pytest.approx(adamw(build()), rel=0, abs=1e-7)
-    assert list(run.weights.kept.values()) == ["PyTorch cannot resize its memory, which another library has allocated"]
-    run.optimizer.close()
-    assert np.shares_memory(model[0].weight.detach().numpy(), array)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 import zenflow_compile as zf
 from tests.engine.test_failures import root_of, train_until_it_fails
-from tests.engine.test_files import no_larger_files, no_space
+from tests.engine.test_files import full_after
 from tests.engine.test_interrupts import FILES, interrupted_at
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, Training, assert_same
@@ -95,15 +95,11 @@ def cache_of(training: Training) -> NvmeCache:
 
 
 LONG = pytest.mark.long
-KERNELS = ["native", pytest.param("aten", marks=LONG)]  # whose jobs run in native threads, and in Python's
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting", pytest.param("stale_every_step", marks=LONG)])
-def test_weights_in_files_train_to_the_same_bits(
-    name: str, kernel: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = in_memory(name, host_kernel=kernel).run(0, 8)
+def test_weights_in_files_train_to_the_same_bits(name: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = in_memory(name).run(0, 8)
     moved: list[str] = []
     transfer = nvme_cache.make_transfer
 
@@ -112,7 +108,7 @@ def test_weights_in_files_train_to_the_same_bits(
         return transfer(chunk, kind, *place, **keywords)
 
     monkeypatch.setattr(nvme_cache, "make_transfer", noting)
-    training = make(name, host_kernel=kernel).run(0, 4)
+    training = make(name).run(0, 4)
     moved.clear()
     training.run(4, 8)
     assert moved.count("read the weight") >= 4 * LAYERS
@@ -233,25 +229,21 @@ def test_kept_weights_are_updated_from_files(make: Make) -> None:
 
 
 @pytest.mark.parametrize("weights_first", [pytest.param(True, marks=LONG), False])
-@pytest.mark.parametrize("calls", [1, pytest.param(40, marks=LONG), None], ids=["after_1", "after_40", "native"])
-def test_full_disk_raises_and_the_checkpoint_continues(
-    calls: int | None, weights_first: bool, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"host_kernel": "native" if calls is None else "aten"}
-    training = make(**options).run(0, 3)
+@pytest.mark.parametrize("calls", [0, 1, pytest.param(40, marks=LONG)], ids=["at_once", "after_1", "after_40"])
+def test_full_disk_raises_and_the_checkpoint_continues(calls: int, weights_first: bool, make: Make) -> None:
+    training = make().run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    with monkeypatch.context() as patch, no_larger_files() if calls is None else nullcontext():
-        patch.setattr(os, "pwritev", no_space(calls or 0))
+    with full_after(calls):
         error = train_until_it_fails(training, 3, 12)
         assert isinstance(root := root_of(error), OSError)
-        assert root.errno == (errno.EFBIG if calls is None else errno.ENOSPC)
+        assert root.errno == errno.EFBIG
         assert "load the last saved state" in f"{error} {error.__cause__}"
         for call in (training.optimizer.synchronize, training.optimizer.state_dict):
             with pytest.raises(RuntimeError):
                 call()
-    assert_same(make(**options).load(saved).run(3, 6).weights(), expected)
+    assert_same(make().load(saved).run(3, 6).weights(), expected)
     training.optimizer.zero_grad()
     assert_same(training.load(saved, weights_first=weights_first).run(3, 6).weights(), expected)
 
@@ -269,9 +261,8 @@ def break_weights(training: Training) -> None:
 
 
 @pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_lost_weights_raise_until_they_are_loaded(kernel: str, weights_first: bool, make: Make) -> None:
-    training = make("reselecting", host_kernel=kernel).run(0, 4)
+def test_lost_weights_raise_until_they_are_loaded(weights_first: bool, make: Make) -> None:
+    training = make("reselecting").run(0, 4)
     saved = training.saved()
     expected = training.run(4, 7).weights()
     training.load(saved)

@@ -79,7 +79,7 @@ def train(case: Callable[..., Step], inner: str | None, policy: str, in_backward
     """Losses of all steps, after each the loss under ``no_grad``, and weights; AdamW's if ``inner`` is None."""
     model = seeded(Gated)
     assert isinstance(model, Gated)
-    keywords = {**ADAM, **POLICIES[policy], "min_offload_size": 17, "device_share": 0.0, "host_kernel": "native"}
+    keywords = {**ADAM, **POLICIES[policy], "min_offload_size": 17, "device_share": 0.0}
     params = dict(model.named_parameters())
     optimizer: torch.optim.Optimizer | None = None
 

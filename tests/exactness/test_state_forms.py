@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zenflow_compile as zf
+from tests.support.aten_updates import aten_updates
 from tests.support.training import EAGER_BACKEND
 from tests.support.trajectories import ADAM
 from tests.support.zoo import generator
@@ -33,7 +34,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "int8 gradients": {"gradient_compression": "int8", "update_interval": 2},
     "files": {"offload_device": "nvme", "update_interval": 2, "select_strategy": "step", "select_interval": 2},
     "shared": {"shared_buffers": True, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
-    "python workers": {"update_interval": 2, "topk_ratio": 0.25, "host_kernel": "aten"},
 }  # fmt: skip
 ON_DEVICE: dict[str, dict[str, Any]] = {
     "resident": {"policy": "resident"},
@@ -65,7 +65,7 @@ class Training:
         share = {} if options.get("policy", "zenflow") != "zenflow" else {"device_share": 0.0}
         self.optimizer = ZenFlowAdamW(
             self.model.named_parameters(),
-            **{**ADAM, "host_kernel": "native", "min_offload_size": 100, **share, **options},
+            **{**ADAM, "min_offload_size": 100, **share, **options},
         )
         self.call = torch.compile(self.model, **EAGER_BACKEND) if compiled else self.model
 
@@ -133,16 +133,19 @@ def test_split_masters_change_no_weight(options: dict[str, Any]) -> None:
 )
 def test_place_of_rounded_moments_changes_nothing(place: dict[str, Any], moments: str) -> None:
     """Each element is rounded alike on the host and on the device, and slices change sides without an error."""
-    form = {"state_dtype": moments, "host_kernel": "aten"}  # the arithmetic of the device's reference
-    training = Training({**place, **form}).run(0, STEPS)
-    engine = training.optimizer.engine
-    updated = engine.registry.device_updated
-    of_selected = [each.device.form for each in engine.offloaded.values() if each.plan.k]
-    of_whole = [state.form for index in range(6) if index not in engine.offloaded and (state := updated.state(index))]
-    assert {form.moments for form in (*of_selected, *of_whole)} >= {moments}
-    assert engine.selections > 0 or "select_interval" not in place
-    expected = Training({**POLICIES["zero_offload"], **form}).run(0, STEPS).result()
-    assert differing(training.result(), expected) == []
+    form = {"state_dtype": moments}
+    with aten_updates():  # the arithmetic of the device's reference
+        training = Training({**place, **form}).run(0, STEPS)
+        engine = training.optimizer.engine
+        updated = engine.registry.device_updated
+        of_selected = [each.device.form for each in engine.offloaded.values() if each.plan.k]
+        of_whole = [
+            state.form for index in range(6) if index not in engine.offloaded and (state := updated.state(index))
+        ]
+        assert {form.moments for form in (*of_selected, *of_whole)} >= {moments}
+        assert engine.selections > 0 or "select_interval" not in place
+        expected = Training({**POLICIES["zero_offload"], **form}).run(0, STEPS).result()
+        assert differing(training.result(), expected) == []
 
 
 def _resumes() -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.injection import Site, Target
 from tests.faults.trials import PHASES, SCENARIOS, Trial, outcome, targets_of
 from tests.simulated.process import SimulatedCrash, SimulatedHang, SimulatedProcess
-from zenflow_compile.runtime.host.python_pool import PythonPool
+from zenflow_compile.runtime.host.workers import Job
 
 IN_EVERY_RUN = 4  # sites of each scenario and phase
 SECONDS = 30.0  # a trial takes less than two
@@ -58,16 +58,15 @@ def test_some_failed_calls_are_harmless(simulated: SimulatedProcess, scenario: s
 def defect_in_submission(trial: Trial, site: Site) -> str:
     """``outcome`` where jobs that could not be queued are not failed; runs in the child process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PythonPool, "_refuse", lambda *_: None)
+        patch.setattr(Job, "abort", lambda *_: None)
         return outcome(trial, site)
 
 
 def test_trials_find_a_job_without_an_end(simulated: SimulatedProcess) -> None:
     """Proves that a trial sees a hang: ``close`` waits forever for a job that no worker will run."""
-    trial = Trial("python workers", "hooks", "close")
-    (site,) = (
-        site for site in simulated.call(targets_of, trial)[0] if site.callee == "sorted" and "python_pool" in site.file
-    )
+    trial = Trial("windows", "hooks", "close")
+    sites = simulated.call(targets_of, trial)[0]
+    site = next(site for site in sites if site.callee == "pointer" and "workers" in site.file)
     assert not outcome_of(simulated, trial, site).startswith("WRONG")
     with pytest.raises(SimulatedHang):
         simulated.call(defect_in_submission, trial, site, timeout=5)

@@ -23,12 +23,10 @@ BEGIN, END = 4, 9  # the steps in which calls fail; those before warm up
 WINDOWS = {"update_interval": 2, "full_warm_up_rounds": 1, "select_strategy": "step", "select_interval": 2}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "windows": WINDOWS,
-    "python workers": {**WINDOWS, "host_kernel": "aten"},
     "int8": {**WINDOWS, "gradient_compression": "int8"},
     "summed": {**WINDOWS, "accumulate_on_device": True},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
     "files": {**WINDOWS, "policy": "zero_infinity", "host_window_bytes": LARGEST_STATE},
-    "aten files": {"policy": "zero_infinity", "host_window_bytes": LARGEST_STATE, "host_kernel": "aten"},
 }
 PHASES = ("train", "load", "close")
 

@@ -39,8 +39,7 @@ import zenflow_compile as zf
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-optimizer = zf.ZenFlowAdamW(model.named_parameters(), topk_ratio=float(sys.argv[1]), device_share=0, min_offload_size=0,
-    host_kernel="native")
+optimizer = zf.ZenFlowAdamW(model.named_parameters(), topk_ratio=float(sys.argv[1]), device_share=0, min_offload_size=0)
 compiled = torch.compile(model, backend="zenflow")
 for _ in range(2):
     compiled(torch.ones(3, 64)).square().mean().backward()

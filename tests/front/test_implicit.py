@@ -18,7 +18,6 @@ from zenflow_compile.optimizer import ZenFlowAdamW
 
 OPTIONS: dict[str, Any] = {
     "inner": "eager", "lr": 1e-2, "update_interval": 1, "min_offload_size": 16, "device_share": 0.0,
-    "host_kernel": "native",
 }  # fmt: skip
 
 

@@ -190,9 +190,7 @@ def test_torch_clipping_over_groups_is_exact() -> None:
     theirs.load_state_dict(ours.state_dict())
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     batch = torch.randn(8, 64)
-    with ZenFlowAdamW(
-        ours.parameters(), lr=1e-2, update_interval=1, host_kernel="native", min_offload_size=1
-    ) as optimizer:
+    with ZenFlowAdamW(ours.parameters(), lr=1e-2, update_interval=1, min_offload_size=1) as optimizer:
         assert optimizer.engine.offloaded
         for step in range(4):
             norms = []

@@ -26,7 +26,7 @@ from zenflow_compile import ZenFlowAdamW
 
 POLICIES: dict[str, dict[str, Any]] = {
     "host": {
-        "update_interval": 1, "min_offload_size": 0, "device_share": 0.0, "topk_ratio": 0.2, "host_kernel": "native",
+        "update_interval": 1, "min_offload_size": 0, "device_share": 0.0, "topk_ratio": 0.2,
     },
     "resident": {"policy": "resident"},
 }  # fmt: skip

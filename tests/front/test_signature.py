@@ -39,7 +39,6 @@ from tests.support.loops import (
 )
 from tests.support.training import OFFLOAD_ALL, Training, assert_same, mlp
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.host import host_adam
 
 SWITCHES: dict[str, Any] = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
@@ -153,7 +152,6 @@ RULES: dict[str, dict[str, Any]] = {
     "adaptive": {**PLACEMENT, "update_interval": "auto", "min_update_interval": 2},
     "summed": {**WINDOWED, "accumulate_on_device": True},
     "int8": {**WINDOWED, "gradient_compression": "int8"},
-    "native_kernel": {**WINDOWED, "host_kernel": "native"},
     "zero_offload": ZERO_OFFLOAD,
     "streamed": {**ZERO_OFFLOAD, "policy": "deep_optimizer_states", "update_stride": 2},
     "resident": {"policy": "resident"},
@@ -442,12 +440,6 @@ def test_no_thread_names_a_remedy(
 
     with pytest.raises(RuntimeError, match=r"\(can't start new thread\): raise the limit on processes \(ulimit -u\)"):
         train_one_step()
-
-
-def test_host_kernel_is_named_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_adam, "_refusal", lambda: "no C++ compiler was found")
-    with pytest.raises(RuntimeError, match=r"^host_kernel='native' cannot be made: .*host_kernel='aten' needs"):
-        ZenFlowAdamW(mlp().parameters(), **{**OFFLOAD_ALL, "host_kernel": "native"}).synchronize()
 
 
 def test_max_events_is_an_integer() -> None:

@@ -13,7 +13,7 @@ import zenflow_compile as zf
 ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-3}
 """With this eps the scale of a gradient counts: plain Adam would hide a lost or doubled factor."""
 
-PLACEMENT: dict[str, Any] = {"topk_ratio": 0.25, "min_offload_size": 100, "device_share": 0.0, "host_kernel": "aten"}
+PLACEMENT: dict[str, Any] = {"topk_ratio": 0.25, "min_offload_size": 100, "device_share": 0.0}
 EXACT: dict[str, Any] = {**ADAM, **PLACEMENT, "update_interval": 1}
 WINDOWED: dict[str, Any] = {**ADAM, **PLACEMENT, "update_interval": 4}
 INTERVALS = {1: EXACT, 4: WINDOWED}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,23 +14,13 @@ import torch
 
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
-from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam
 
 pytestmark = [pytest.mark.timeout(120)]
 
 CPU = torch.device("cpu")
 SMALL = 22 << 16
 CORE = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-
-
-@pytest.fixture(autouse=True)
-def aten_kernel() -> Iterator[None]:
-    """Uses the kernel that needs no compilation."""
-    kernel = make_host_adam(
-        "aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=bandwidth.WINDOW_GRADIENTS
-    )
-    with mock.patch.object(bandwidth, "host_kernel", return_value=kernel):
-        yield
 
 
 def ticks(seconds: float) -> Any:
@@ -55,7 +45,7 @@ def test_host_rates_count_bytes_read_and_written() -> None:
 
 
 def test_each_thread_works_on_its_own_part() -> None:
-    host = bandwidth.HostMemory(SMALL, 3, bandwidth.host_kernel())
+    host = bandwidth.HostMemory(SMALL, 3, HostAdam(torch.bfloat16, torch.bfloat16, bandwidth.WINDOW_GRADIENTS))
     assert host.elements % 192 == 0
     assert 0 < host.elements * 22 <= SMALL
     for index in range(3):

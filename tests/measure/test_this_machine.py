@@ -17,7 +17,7 @@ from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.traffic import Bandwidths
 
-GIVEN: dict[str, Any] = {"workers": 1, "host_kernel": "aten"}
+GIVEN: dict[str, Any] = {"workers": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_host_is_measured_with_the_optimizers_parts(dtype: torch.dtype, options:
     seen = []
 
     def host_rate(kernel: Any, plan: Any, pool: Any) -> float:
-        seen.append((plan.interval, plan.dtype, pool.workers))
+        seen.append((plan.interval, plan.dtype, pool.count))
         return 28e9
 
     params = [torch.zeros(8, 8, dtype=dtype), torch.zeros(9).bfloat16()]

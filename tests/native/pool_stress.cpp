@@ -31,11 +31,13 @@ struct Work {
     for (int part = 0; part < 3; ++part) {
       state[part].assign(kRows * kLength, 1.0f);
       block[part].assign(kRows * kLength, 2.0f);
-      exchange.state[part] = state[part].data();
       exchange.block[part] = block[part].data();
     }
     exchange.rows = rows.data();
-    exchange.length = kLength;
+    exchange.state.master = state[0].data();
+    exchange.state.exp_avg = state[1].data();
+    exchange.state.exp_avg_sq = state[2].data();
+    exchange.state.length = kLength;
     weights.assign(kRows * kLength, 0);
     if (number % 2) exchange.weights = weights.data();
     exchange.weights_dtype = kBFloat16;

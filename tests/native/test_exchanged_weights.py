@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.support.edge_floats import edge_floats, same_bits
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
-from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
+from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline import Timeline
 
@@ -26,13 +26,13 @@ LENGTHS = (1, 3, 16, 17, 64, 100)
 
 
 @pytest.fixture
-def pool() -> Iterator[NativePool]:
-    made = NativePool(2, Recorder())
+def pool() -> Iterator[Workers]:
+    made = Workers(2, Recorder())
     yield made
     made.close()
 
 
-def exchange_of(length: int, weights: Tensor | None) -> NativeExchange:
+def exchange_of(length: int, weights: Tensor | None) -> ExchangeWork:
     """Rows in random places, and -1 behind them."""
     state, blocks = (
         [edge_floats(rows, length, seed=first + part) for part in range(3)]
@@ -40,11 +40,11 @@ def exchange_of(length: int, weights: Tensor | None) -> NativeExchange:
     )
     rows = torch.full((ROWS,), -1, dtype=torch.int32)
     rows[:SWAPPED] = torch.randperm(DEFERRED, generator=torch.Generator().manual_seed(length))[:SWAPPED]
-    return NativeExchange(state, rows, blocks, bounds_of(PARTS), weights)
+    return ExchangeWork(state, rows, blocks, bounds_of(PARTS), weights)
 
 
-def run(work: NativeExchange, pool: NativePool) -> None:
-    job = NativeJob(work, (), (), pool.handle, deadline=0, step=0, param="w")
+def run(work: ExchangeWork, pool: Workers) -> None:
+    job = Job(work, (), (), pool.handle, deadline=0, step=0, param="w")
     pool.submit(job)
     job.wait()
     job.settle()
@@ -52,7 +52,7 @@ def run(work: NativeExchange, pool: NativePool) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_have_the_bits_of_the_cast(dtype: torch.dtype, length: int, pool: NativePool) -> None:
+def test_weights_have_the_bits_of_the_cast(dtype: torch.dtype, length: int, pool: Workers) -> None:
     before = edge_floats(DEFERRED, length, seed=99).to(dtype)
     memory = torch.cat([before.new_full((1, length), 7.0), before, before.new_full((1, length), 7.0)])
     work = exchange_of(length, memory[1:-1])
@@ -65,7 +65,7 @@ def test_weights_have_the_bits_of_the_cast(dtype: torch.dtype, length: int, pool
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_weights_change_no_state(length: int, pool: NativePool) -> None:
+def test_weights_change_no_state(length: int, pool: Workers) -> None:
     works = [exchange_of(length, None), exchange_of(length, torch.zeros(DEFERRED, length))]
     for work in works:
         run(work, pool)
@@ -77,7 +77,7 @@ def test_weights_change_no_state(length: int, pool: NativePool) -> None:
 def test_written_weights_are_counted(dtype: torch.dtype) -> None:
     recorder = Recorder()
     recorder.attach(timeline := Timeline())
-    pool = NativePool(2, recorder)
+    pool = Workers(2, recorder)
     for weights in (None, torch.zeros(DEFERRED, 5, dtype=dtype)):
         run(exchange_of(5, weights), pool)
     pool.close()
@@ -85,11 +85,11 @@ def test_written_weights_are_counted(dtype: torch.dtype) -> None:
     assert sum(moved) == SWAPPED * 5 * (2 * 4 * 12 + dtype.itemsize)
 
 
-def test_queued_job_keeps_its_weights(pool: NativePool) -> None:
+def test_queued_job_keeps_its_weights(pool: Workers) -> None:
     """Native threads write through an address until the job is settled."""
     gate, weights = ThreadTicket(), torch.zeros(DEFERRED, 5, dtype=torch.bfloat16)
     alive = weakref.ref(weights)
-    job = NativeJob(exchange_of(5, weights), (gate,), (), pool.handle, deadline=0, step=0, param="w")
+    job = Job(exchange_of(5, weights), (gate,), (), pool.handle, deadline=0, step=0, param="w")
     pool.submit(job)
     job.work = None  # the pool alone keeps the memory
     del weights
@@ -113,6 +113,6 @@ def test_queued_job_keeps_its_weights(pool: NativePool) -> None:
     ],
     ids=["length", "strides", "fp64", "int8"],
 )
-def test_other_weights_are_refused(weights: Tensor, pool: NativePool) -> None:
+def test_other_weights_are_refused(weights: Tensor, pool: Workers) -> None:
     with pytest.raises((AssertionError, KeyError)):
-        NativeJob(exchange_of(5, weights), (), (), pool.handle, deadline=0, step=0, param="w")
+        Job(exchange_of(5, weights), (), (), pool.handle, deadline=0, step=0, param="w")

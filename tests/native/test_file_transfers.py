@@ -1,4 +1,4 @@
-"""Native reads and writes of chunks: the bytes and checksums of Python's, with and without direct I/O."""
+"""Native reads and writes of chunks: their bytes and checksums, with and without direct I/O."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from tests.runtime.test_nvme_cache import plan_of
 from zenflow_compile.native.library import library
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.chunk import STATE, Chunk
-from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, StateFileError, memory_of
+from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, StateFileError
 from zenflow_compile.runtime.nvme.transfers import make_transfer
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -31,11 +31,12 @@ def test_checksums_are_those_of_zlib(size: int, offset: int) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-def test_chunks_are_moved_as_by_python(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_moved_as_a_whole(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
         monkeypatch.setattr(state_file, "_open_direct", lambda *_: None)
     plan = plan_of(0, 20 * PIECE_BYTES // 9 // 768)  # a part of a piece at the end
-    directory, pool, arena = ScratchDirectory(tmp_path), NativePool(1, Recorder()), HostArena(100 << 20)
+    directory, pool, arena = ScratchDirectory(tmp_path), Workers(1, Recorder()), HostArena(100 << 20)
+    pool.start()
     chunk = Chunk(
         plan, directory.create(60 << 20, {}, purpose="for a test", otherwise="none"), 3 * state_file.PAGE_BYTES, STATE
     )
@@ -44,19 +45,20 @@ def test_chunks_are_moved_as_by_python(direct: bool, tmp_path: Path, monkeypatch
     written.random_(generator=torch.Generator().manual_seed(0))
 
     def move(kind: str, memory: torch.Tensor) -> None:
-        job = make_transfer(chunk, kind, memory, pool, after=(), behind=(), step=0, deadline=0)
-        pool.submit(job)  # type: ignore[arg-type]
+        job = make_transfer(chunk, kind, memory, pool.handle, after=(), behind=(), step=0, deadline=0)
+        pool.submit(job)
         job.wait()
 
     move("write", written)
-    assert chunk.description.checksum == zlib.crc32(memory_of(written))
-    assert chunk.file.read(chunk.offset, memory_of(memory)) == chunk.description.checksum
-    assert torch.equal(memory, written)
-    memory.zero_()
+    begin = state_file.PAGE_BYTES + chunk.offset
+    content = written.numpy().tobytes()
+    assert chunk.description.checksum == zlib.crc32(content)
+    assert chunk.file.path.read_bytes()[begin : begin + chunk.size] == content
     move("read", memory)
     assert torch.equal(memory, written)
-    written[PIECE_BYTES + 3] ^= 1
-    chunk.file.write(chunk.offset, memory_of(written))
+    with chunk.file.path.open("r+b") as raw:
+        raw.seek(begin + PIECE_BYTES + 3)
+        raw.write(bytes([content[PIECE_BYTES + 3] ^ 1]))
     with pytest.raises(StateFileError, match=r"p0 could not be read.*checksum"):
         move("read", memory)
     pool.close()

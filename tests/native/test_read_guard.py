@@ -77,9 +77,9 @@ class Interrupted:
 @pytest.mark.parametrize("name", ["zenflow_refuse_reads", "zenflow_allow_reads"])
 def test_interrupted_guard_can_be_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, guard = torch.ones(4), ReadGuard("not now")
-    library = Interrupted(storage_reads._library(), name)
+    library = Interrupted(storage_reads.storage_reads(), name)
     with monkeypatch.context() as patch:
-        patch.setattr(storage_reads, "_library", lambda: library)
+        patch.setattr(storage_reads, "storage_reads", lambda: library)
         with suppress(KeyboardInterrupt):
             guard.refuse(tensor.untyped_storage(), 16)
         with suppress(KeyboardInterrupt):

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.expanded import expanded
 from zenflow_compile.native import build
 from zenflow_compile.native.library import UpdateWindow, library
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
-from zenflow_compile.runtime.host.compressed_block import expanded, scales_and_values
-from zenflow_compile.runtime.host.host_adam import NativeHostAdam, WindowUpdate
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, scales_and_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, -1e-42, 3e38, -3e38, 65504.0, 1e-7, 1e5)
@@ -80,7 +80,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def check(update: WindowUpdate, gradient_dtype: torch.dtype, cuts: tuple[int, ...] = ()) -> None:
-    kernel = NativeHostAdam(gradient_dtype, update.out.dtype, len(update.gradients))
+    kernel = HostAdam(gradient_dtype, update.out.dtype, len(update.gradients))
     expected = formula(update)
     ends = (0, *cuts, update.out.numel())
     for begin, end in itertools.pairwise(ends):
@@ -119,7 +119,7 @@ def test_chained_windows_have_the_bits_of_the_formula() -> None:
 def test_neighbors_are_left_alone() -> None:
     update = update_of(300, 2, torch.float32, torch.bfloat16)
     before = [each.clone() for each in (*update.state, update.out)]
-    NativeHostAdam(torch.float32, torch.bfloat16, 2)(update, slice(33, 200))
+    HostAdam(torch.float32, torch.bfloat16, 2)(update, slice(33, 200))
     for old, new in zip(before, (*update.state, update.out), strict=True):
         assert same(new[:33], old[:33])
         assert same(new[200:], old[200:])
@@ -145,7 +145,7 @@ def test_other_cpus_have_the_same_bits(cpu: str, tmp_path: Path, monkeypatch: py
         for dtype in (*DTYPES, torch.int8):
             out_dtype, length = (torch.bfloat16, 100) if dtype == torch.int8 else (dtype, 0)
             update = update_of(4100, 3, dtype, out_dtype, length)
-            kernel = NativeHostAdam(dtype, out_dtype, 3)
+            kernel = HostAdam(dtype, out_dtype, 3)
             monkeypatch.setattr(kernel, "_run", other)
             expected = formula(update)
             kernel(update, slice(0, 4100))
@@ -158,7 +158,7 @@ def test_contraction_would_change_bits(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.skip("this CPU has no fused multiply and add")
     with compiled_for(("-march=native", "-ffp-contract=fast"), tmp_path) as other:
         update = update_of(4101, 3, torch.float32, torch.float32)
-        kernel = NativeHostAdam(torch.float32, torch.float32, 3)
+        kernel = HostAdam(torch.float32, torch.float32, 3)
         monkeypatch.setattr(kernel, "_run", other)
         expected = formula(update)
         kernel(update, slice(0, 4101))

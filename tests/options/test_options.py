@@ -56,7 +56,6 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("offload_weights", 0.0),
     ("policy", "offload"),
     ("select_strategy", "steps"),
-    ("host_kernel", "triton"),
 ]
 WRONG_TYPE: list[tuple[str, Any]] = [
     *((name, value) for name in RATIOS for value in (True, "0.1", 1j)),

@@ -18,13 +18,11 @@ from zenflow_compile.performance.hardware_catalog import hardware
 from zenflow_compile.performance.model_catalog import of_size
 from zenflow_compile.prediction.auto_policy import compare
 
-ATEN: dict[str, Any] = {"host_kernel": "aten"}
-
 
 def warned(**options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ZenFlowAdamW(mlp().parameters(), **ATEN, **options).close()
+        ZenFlowAdamW(mlp().parameters(), **options).close()
     assert all(each.category is UserWarning and each.filename == __file__ for each in caught)
     return [str(each.message) for each in caught]
 
@@ -110,8 +108,8 @@ def test_option_in_a_param_group_is_refused() -> None:
     model = mlp()
     groups = [{"params": model[0].parameters(), "topk_ratio": 0.9}, {"params": model[2].parameters()}]
     with pytest.raises(ValueError, match=r"param group has topk_ratio=0\.9.*pass it to ZenFlowAdamW itself"):
-        ZenFlowAdamW(groups, **ATEN)
-    optimizer = ZenFlowAdamW(model[0].parameters(), **ATEN)
+        ZenFlowAdamW(groups)
+    optimizer = ZenFlowAdamW(model[0].parameters())
     with pytest.raises(ValueError, match=r"param group has policy='resident'"):
         optimizer.add_param_group({"params": model[2].parameters(), "policy": "resident"})
     assert len(optimizer.param_groups) == 1

@@ -16,12 +16,12 @@ from zenflow_compile.planning.planners import make_plan
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.workers import HostWorkers
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters.capacity import specs_of
 
 ALIGNMENT = 64  # bytes, of every tensor
 WIDTH, LAYERS, ROWS = 128, 6, 4
-SHARED: dict[str, Any] = {"host_kernel": "aten", "min_offload_size": 100, "workers": 1}
+SHARED: dict[str, Any] = {"min_offload_size": 100, "workers": 1}
 OPTIONS: list[dict[str, Any]] = [
     {"policy": "resident"},
     {"policy": "zero_offload"},
@@ -40,7 +40,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 def device_tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
     """All tensors that are reachable from ``part`` of the runtime, but for what works on the host only."""
-    if id(part) in seen or isinstance(part, (HostArena, HostWorkers)):
+    if id(part) in seen or isinstance(part, (HostArena, Workers)):
         return
     seen.add(id(part))
     if isinstance(part, Tensor):

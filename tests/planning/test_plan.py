@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.state_forms import StateForm
@@ -81,8 +82,8 @@ def test_host_bytes_per_parameter() -> None:
 def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
     arena = HostArena(HostState.arena_bytes(plan))
-    kernel = make_host_adam("aten", gradient_dtype=dtype, out_dtype=dtype, max_gradients=plan.gradient_buffers)
-    host = HostState.allocate(plan, arena, kernel)
+    kernel = HostAdam(plan.buffer_dtype, dtype, plan.gradient_buffers)
+    host = HostState.allocate(plan, arena, kernel, ctypes.c_void_p())
     tensors = [*host.state(), *host.gradients, *[each.content() for each in host.uploads]]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes
     assert plan.host_bytes <= HostState.arena_bytes(plan) <= plan.host_bytes + 64 * len(tensors)

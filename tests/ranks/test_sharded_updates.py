@@ -28,17 +28,18 @@ from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, 
 from tests.ranks.sharded import sharded, whole
 from tests.ranks.test_sharded_references import CASES, Stack, blocks, trained
 from tests.ranks.test_training import assert_equal_ranks
+from tests.support.gated_jobs import UPDATES, gated
 from tests.support.rank_processes import RankProcesses
 from tests.support.training import IN_FLIGHT
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.host import host_adam
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 
 pytestmark = pytest.mark.timeout(180)
 
-EVERY_STEP = {**ALL_POLICIES["zenflow"], "host_kernel": "aten"}
-"""The deferred slices are updated in each step, by threads that run Python."""
-HELD = {"topk_ratio": 0.0, "update_interval": 1, "host_kernel": "aten", "min_offload_size": 1, "device_share": 0.0}
+EVERY_STEP = ALL_POLICIES["zenflow"]
+"""The deferred slices are updated in each step."""
+HELD = {"topk_ratio": 0.0, "update_interval": 1, "min_offload_size": 1, "device_share": 0.0}
 
 
 def locals_of(model: nn.Module) -> list[Tensor]:
@@ -51,21 +52,14 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @contextmanager
-def held_updates() -> Iterator[threading.Event]:
-    """Let no host update end before the event is set."""
-    gate, kernel = threading.Event(), host_adam.AtenHostAdam
-    update = kernel.__call__
-
-    def late(*args: Any, **keywords: Any) -> Any:
-        assert gate.wait(20)
-        return update(*args, **keywords)
-
-    kernel.__call__ = late  # type: ignore[method-assign]
-    try:
-        yield gate
-    finally:
-        gate.set()
-        kernel.__call__ = update  # type: ignore[method-assign]
+def held_updates() -> Iterator[ThreadTicket]:
+    """Let no host update begin before the ticket is set."""
+    gate = ThreadTicket()
+    with gated(lambda: gate, UPDATES):
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -86,7 +80,7 @@ def held(rank: int, overlap: bool) -> tuple[bool, str, bool]:
             opener = threading.Timer(0.5, gate.set)
             opener.start()
             optimizer.step()
-            returned = not gate.is_set()
+            returned = not gate.is_set
             try:
                 old = same(before, [param.to_local() for param in matrices])  # type: ignore[attr-defined]
                 found = "old weights" if old else "new weights"
@@ -331,17 +325,18 @@ def with_broken_host(rank: int) -> None:
     for child in (*model.children(), model):
         fully_shard(child, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizer = ZenFlowAdamW(model.parameters(), **ADAM, workers=1, **EVERY_STEP)
-    with pytest.MonkeyPatch.context() as patch:
+    broken = False
+
+    def gate() -> None:
+        if broken:
+            raise OSError("the memory of the host is broken")
+
+    with gated(gate, UPDATES):
         for step in range(3):
-            if step == rank == 1:
-                patch.setattr(host_adam.AtenHostAdam, "__call__", _broken)
+            broken = rank == 1 and step >= 1
             loss_of(model, step, rank).backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def _broken(*_: Any, **__: Any) -> None:
-    raise OSError("the memory of the host is broken")
 
 
 def test_failed_update_of_shards_raises_on_all(two_ranks: RankProcesses) -> None:

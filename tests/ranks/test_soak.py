@@ -17,13 +17,13 @@ from tests.ranks.models import ADAM, WINDOWED, batch, uneven
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
-from zenflow_compile.runtime.host.native_pool import NativePool
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 
 DELAYED: dict[type, tuple[str, ...]] = {
     RankGroup: ("reduce_scatter", "all_gather", "all_reduce", "exchange"),
     ThreadLane: ("submit",),
-    NativePool: ("submit",),
+    Workers: ("submit",),
 }
 
 

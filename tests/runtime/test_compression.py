@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.expanded import expanded
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.gradients.compression import Residual
-from zenflow_compile.runtime.host.compressed_block import expanded, scales_and_values
+from zenflow_compile.runtime.host.host_adam import scales_and_values
 
 REST, LENGTH = 24, 10
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

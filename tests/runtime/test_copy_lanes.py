@@ -12,8 +12,6 @@ import torch
 
 from tests.support.copies import Copies
 from zenflow_compile.runtime.device.copy_lanes import CopyError
-from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.make_lane import make_lane
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket, copy_without_gil
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def lane() -> Iterator[ThreadLane]:
-    made = make_lane("D2H", device_of(CPU), Recorder())
+    made = ThreadLane("D2H", Recorder())
     assert isinstance(made, ThreadLane)
     yield made
     made.close()

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from tests.support.copies import Copies
+from tests.support.gated_jobs import HeldJob
 from tests.support.training import Training
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Users
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.host_adam import make_host_adam
-from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters import offloaded_param
 from zenflow_compile.runtime.parameters.allocation import allocate_pools, connect, pools_arena_bytes
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
@@ -28,6 +29,7 @@ from zenflow_compile.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(60)
 
+WORKERS = Workers(1, Recorder())
 COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=1.0)
 
 
@@ -41,11 +43,12 @@ def plans(*, in_place: bool) -> list[ParamPlan]:
 
 
 def hosts_of(*, in_place: bool) -> tuple[HostState, HostState]:
+    WORKERS.start()
     pool = plans(in_place=in_place)
     arena = HostArena(sum(map(HostState.arena_bytes, pool)) + pools_arena_bytes(pool))
-    kernel = make_host_adam("aten", gradient_dtype=torch.float32, out_dtype=torch.float32, max_gradients=2)
+    kernel = HostAdam(torch.float32, torch.float32, 2)
     buffers = allocate_pools(pool, arena)
-    hosts = [HostState.allocate(plan, arena, kernel, gradients=buffers[plan.index]) for plan in pool]
+    hosts = [HostState.allocate(plan, arena, kernel, WORKERS.handle, gradients=buffers[plan.index]) for plan in pool]
     connect(dict(enumerate(hosts)))
     first, second = hosts
     assert first.gradients[1].data_ptr() == second.gradients[1].data_ptr()
@@ -62,9 +65,8 @@ def flushed(host: HostState, step: int) -> FlushedWindow:
 
 
 def run(window: FlushedWindow) -> None:
-    for task in window.job.tasks:  # type: ignore[attr-defined]
-        task()
-        window.job.finish_task()  # type: ignore[attr-defined]
+    WORKERS.submit(window.job)
+    window.job.settle()
 
 
 def test_gradient_waits_for_the_job_of_a_sharer() -> None:
@@ -151,27 +153,23 @@ def test_buffers_are_freed_without_the_collector() -> None:
         gc.enable()
 
 
-def job() -> PythonJob:
-    return PythonJob([lambda: 0], deadline=0, step=0, param="reader")
-
-
 @pytest.mark.parametrize("kind", ["job", "copy"])
 def test_lane_waits_for_users_of_its_target(kind: str) -> None:
-    lane = ThreadLane("D2H", Recorder())
-    first, last = job(), job()
+    lane, workers = ThreadLane("D2H", Recorder()), Workers(1, Recorder())
+    first, last = HeldJob(workers), HeldJob(workers)
     copy = ThreadTicket()
     users = Users([first, last], []) if kind == "job" else Users([], [ThreadTicket.ended(), copy])
     target = torch.zeros(4)
     ticket = lane.submit(target, torch.ones(4), step=0, param="w", users=users)
-    first.finish_task()
+    first.gate.set()
     time.sleep(0.05)
     assert not ticket.done()
     assert not target.any()
-    last.finish_task()
+    last.gate.set()
     copy.set()
     ticket.wait()
     assert target.all()
-    lane.close()
+    lane.close(), workers.close()
 
 
 def test_interrupted_upload_leaves_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

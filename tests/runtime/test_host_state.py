@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host import host_adam
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.compressed_block import scales_and_values
-from zenflow_compile.runtime.host.host_adam import make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam, scales_and_values
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters import host_state
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
+from zenflow_compile.runtime.recorder import Recorder
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,11 +40,13 @@ STALE = replace(PLAN, interval=1, staleness=1)
 COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=1.0)
 
 
+WORKERS = Workers(2, Recorder())
+
+
 def host_of(plan: ParamPlan = PLAN, workers: int = 1) -> HostState:
-    kernel = make_host_adam(
-        "aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_gradients=plan.gradient_buffers
-    )
-    return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, workers)
+    WORKERS.start()
+    kernel = HostAdam(plan.buffer_dtype, plan.dtype, plan.gradient_buffers)
+    return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, WORKERS.handle, workers)
 
 
 def copied(error: BaseException | None = None) -> ThreadTicket:
@@ -67,15 +69,14 @@ def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = No
 
 
 def run(flushed: FlushedWindow) -> None:
-    """Run the job as a worker does."""
-    for task in flushed.job.tasks:
-        try:
-            flushed.job.ready()
-            task()
-        except BaseException as error:
-            flushed.job.finish_task(error)
-        else:
-            flushed.job.finish_task()
+    WORKERS.submit(flushed.job)
+    flushed.job.settle()
+
+
+def bytes_of_tasks(flushed: FlushedWindow) -> list[int]:
+    work = flushed.job.work
+    assert work is not None
+    return [work.touched_bytes(number, record) for number, record in enumerate(flushed.job.records)]
 
 
 def test_flushed_window_equals_rule_p() -> None:
@@ -150,29 +151,21 @@ def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -
         for step in range(3):
             put(host, torch.full((24, 8), 0.5 + step))
     flushed = cut.flush_window(at=0, eps=1e-8, deadline=0)
-    assert len(flushed.job.tasks) == 3
-    assert sum(task() for task in flushed.job.tasks) == 24 * 8 * (6 * 4 + 4 * 4)
+    assert bytes_of_tasks(flushed) == [64 * (6 * 4 + 4 * 4)] * 3
+    run(flushed)
     monkeypatch.undo()
     reference = whole.flush_window(at=0, eps=1e-8, deadline=0)
-    assert len(reference.job.tasks) == 1
+    assert len(bytes_of_tasks(reference)) == 1
     run(reference)
     for actual, expected in zip(cut.state(), whole.state(), strict=True):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("kernel", ["aten", "native"])
-def test_compressed_gradients_expand_by_whole_slices(
-    kernel: Literal["aten", "native"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The flush of int8 blocks equals rule P on the expanded values, for every split into tasks and pieces."""
+def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flush of int8 blocks equals rule P on the expanded values, split into tasks."""
     plan = replace(PLAN, compressed=True)
-    monkeypatch.setattr(host_adam, "EXPANDED_ELEMENTS", 20)  # two slices of eight
-    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 70)  # four of these pieces
-    host = HostState.allocate(
-        plan,
-        HostArena(HostState.arena_bytes(plan)),
-        make_host_adam(kernel, gradient_dtype=torch.int8, out_dtype=plan.dtype, max_gradients=plan.gradient_buffers),
-    )
+    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 70)
+    host = host_of(plan)
     torch.manual_seed(0)
     host.state().master.normal_()
     master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
@@ -186,7 +179,7 @@ def test_compressed_gradients_expand_by_whole_slices(
         gradients.append(values * scales.unsqueeze(1))
     coefficients = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(3)]
     flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
-    assert len(flushed.job.tasks) == 3
+    assert len(bytes_of_tasks(flushed)) == 3
     run(flushed)
     flushed.job.wait()
     rule_p_(master, exp_avg, exp_avg_sq, gradients, coefficients, step=3, eps=1e-8)
@@ -305,8 +298,8 @@ def test_job_waits_for_the_factors_of_its_gradients() -> None:
         buffer.fill_(1.0)
         host.open.append(GradientBuffer(index, COEFFICIENTS._replace(grad_scale=number), copied()))
     flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
-    assert not flushed.job.arrived()
+    WORKERS.submit(flushed.job)
+    time.sleep(0.02)  # in which a job that does not wait would run
+    assert not flushed.job.is_set
     factor.set()
-    assert flushed.job.arrived()
-    run(flushed)
     flushed.job.wait()

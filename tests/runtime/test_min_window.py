@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ import pytest
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.host.host_adam import WindowUpdate, make_host_adam
-from zenflow_compile.runtime.host.python_pool import PythonPool
+from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.workers import Job, Workers
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step import min_window
 from zenflow_compile.runtime.step.min_window import ShortestWindow, host_rate, shortest_window
@@ -159,19 +158,21 @@ def test_host_rate_uses_the_kernel_on_all_workers(
 ) -> None:
     monkeypatch.setattr(min_window, "TASK_ELEMENTS", 5000)
     monkeypatch.setattr(min_window, "last_level_cache_bytes", lambda: cache_bytes * workers)
-    kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=4)
-    calls: list[tuple[str, int, int]] = []
-    together = threading.Barrier(workers, timeout=30)
+    touched: list[tuple[int, int]] = []
+    submit = Workers.submit
 
-    def watched(update: WindowUpdate, part: slice) -> None:
-        together.wait()
-        calls.append((threading.current_thread().name, len(update.gradients), part.stop - part.start))
-        kernel(update, part)
+    def watched(pool: Workers, job: Job) -> None:
+        submit(pool, job)
+        job.settle()
+        assert job.work is not None
+        touched.append((len(job.records), sum(job.work.touched_bytes(*each) for each in enumerate(job.records))))
+        assert all(record.end_ns for record in job.records)
 
-    pool = PythonPool(workers, Recorder())
+    monkeypatch.setattr(Workers, "submit", watched)
+    pool = Workers(workers, Recorder())
     try:
-        assert host_rate(watched, PLAN, pool) > 0  # type: ignore[arg-type]
+        assert host_rate(HostAdam(torch.bfloat16, torch.bfloat16, 4), PLAN, pool) > 0
     finally:
         pool.close()
-    assert len({name for name, _, _ in calls}) == workers
-    assert [call[1:] for call in calls] == [(4, 5000)] * (2 * rounds * workers)
+    tasks = rounds * workers
+    assert touched == [(tasks, tasks * 5000 * 34)] * 2

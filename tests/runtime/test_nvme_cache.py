@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import threading
@@ -14,19 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.engine.test_interrupts import every_point
+from tests.support.gated_jobs import HeldJob, gated
+from zenflow_compile.native.library import FAILED
 from zenflow_compile.planning.plan import FILE_WINDOW_BYTES, ParamPlan, Placement
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host.native_pool import NativeJob, NativePool, bounds_of
-from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.host.workers import HostWorkers, Job
+from zenflow_compile.runtime.errors import refuse_threads
+from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
 from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache, cache_bytes
 from zenflow_compile.runtime.nvme.chunk import chunk_bytes
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFileError
-from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import State
 from zenflow_compile.timeline import Timeline
@@ -63,22 +62,11 @@ class Swap:
         needs = store.prepare(step=step, deadline=deadline)
         state = store.content()
         place = {"behind": needs.behind, "deadline": deadline, "step": step, "param": store.chunk.plan.name}
-        self.job: Job
-        if files.native:
-            rows, bounds = torch.arange(slices, dtype=torch.int32), bounds_of([slice(0, slices)])
-            swap = NativeExchange(state, rows, self.blocks, bounds)
-            self.job = NativeJob(swap, (self.arrived,), needs.after, files.pool.handle, **place)
-        else:
-            self.job = PythonJob([lambda: self._swap(state)], (self.arrived,), needs.after, **place)
+        rows, bounds = torch.arange(slices, dtype=torch.int32), bounds_of([slice(0, slices)])
+        swap = ExchangeWork(state, rows, self.blocks, bounds)
+        self.job = Job(swap, (self.arrived,), needs.after, files.workers.handle, **place)
         files.made.append(self.job)  # from here on it can be withdrawn
         store.used_by(self.job)
-
-    def _swap(self, state: tuple[Tensor, ...]) -> int:
-        for own, block in zip(state, self.blocks, strict=True):
-            before = own.clone()
-            own.copy_(block)
-            block.copy_(before)
-        return 0
 
     @property
     def seen(self) -> set[float]:
@@ -89,13 +77,11 @@ class Swap:
 class Files:
     """A cache of chunks that are filled with their own index, and threads for jobs on them."""
 
-    def __init__(self, path: Path, native: bool) -> None:
-        self.native = native
+    def __init__(self, path: Path) -> None:
         self.recorder = Recorder()
-        self.scratch = ScratchFiles(path, self.recorder, native=native)
+        self.scratch = ScratchFiles(path, self.recorder)
         self.cache = NvmeCache(self.scratch, self.recorder)
-        self.pool = NativePool(2, self.recorder)
-        self.workers = HostWorkers(self.pool, PythonPool(2, self.recorder), 2)
+        self.workers = Workers(2, self.recorder)
         self.stores: list[Cached[State]] = []
         self.made: list[Job] = []
 
@@ -131,7 +117,7 @@ class Files:
             if store.chunk.place is not None:
                 for job in store.chunk.place.users:
                     job.settle()
-        self.scratch.land()
+        self.scratch.threads.land()
 
     def close(self) -> None:
         self.workers.close()
@@ -139,9 +125,9 @@ class Files:
         self.scratch.close()
 
 
-@pytest.fixture(params=[True, False], ids=["native", "python"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
-    made = Files(tmp_path, request.param)
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    made = Files(tmp_path)
     yield made
     made.close()
     assert not list(tmp_path.iterdir())
@@ -262,23 +248,12 @@ def test_chunks_of_windows_flushed_next_come_first(files: Files) -> None:
     assert [store.chunk.place is not None for store in stores] == [True, True, False, False]
 
 
-def test_memory_is_kept_until_a_failed_job_is_settled(tmp_path: Path) -> None:
+def test_memory_is_kept_until_a_failed_job_is_settled(files: Files) -> None:
     """A job that has failed is done while another task of it still writes."""
-    files = Files(tmp_path, native=False)
     first, second = files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
-    gate, running = threading.Event(), threading.Event()
-
-    def fails() -> int:
-        running.wait(20)
-        raise ValueError("on purpose")
-
-    needs = first.prepare(step=0, deadline=0)
-    tasks = [lambda: int(running.set() or gate.wait(20)), fails]
-    job = PythonJob(tasks, (), needs.after, behind=needs.behind, deadline=0, step=0, param="p0")
-    first.used_by(job)
-    files.workers.submit(job)
-    with pytest.raises(RuntimeError):
-        job.wait()
+    first.prepare(step=0, deadline=0)
+    first.used_by(job := HeldJob(files.workers))
+    job.memory.state = FAILED
     other = files.swap(second, 5.0, deadline=1)
     assert other.job.is_settled is False
     time.sleep(0.05)  # in which a read into the same memory would run
@@ -286,9 +261,8 @@ def test_memory_is_kept_until_a_failed_job_is_settled(tmp_path: Path) -> None:
     read = second.chunk.place.read
     assert read is not None
     assert not read.is_set
-    gate.set()
+    job.gate.set()
     assert other.seen == {1.0}
-    files.close()
 
 
 def test_failed_job_is_not_written(files: Files) -> None:
@@ -336,11 +310,9 @@ def test_chunk_of_a_failed_read_is_never_written(window: int, files: Files) -> N
         read = needs.after[0]
         with pytest.raises(StateFileError):
             read.wait()
-        stores[1].used_by(job := PythonJob([lambda: 0], (), deadline=0, step=0, param="p1"), last=False)
-        files.workers.submit(job)
+        stores[1].used_by(job := HeldJob(files.workers), last=False)
+        job.gate.set()
         job.settle()
-    if files.native:  # such a job cannot wait for one of Python's
-        stores[1].chunk.changed_by = None
     with pytest.raises(StateFileError):
         files.cache.write_back()
     assert isinstance(stores[1].error, StateFileError)
@@ -390,7 +362,7 @@ def test_full_disk_raises_until_overwritten(files: Files) -> None:
         for store in stores:
             assert store.chunk.write is not None
             store.chunk.write.settle()
-    assert files.scratch.failed
+    assert files.scratch.threads.failed
     for number, store in enumerate(stores, start=1):
         assert isinstance(store.error, StateFileError)
         for use in (lambda store=store: values(store), files.swap(store, 6.0, step=2).job.wait):
@@ -454,10 +426,9 @@ METHODS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_interrupted_acquire_loses_nothing(native: bool, tmp_path: Path) -> None:
+def test_interrupted_acquire_loses_nothing(tmp_path: Path) -> None:
     """Ctrl-C at any point: what the training thread has written is there, and no memory has two users."""
-    files = Files(tmp_path, native)
+    files = Files(tmp_path)
     stores = files.add([plan_of(index) for index in range(5)], 2 * chunk_bytes(plan_of(0)))
     expected = [float(number) for number in range(5)]
     turn = [0]
@@ -478,10 +449,9 @@ def test_interrupted_acquire_loses_nothing(native: bool, tmp_path: Path) -> None
     files.close()
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_interrupted_job_blocks_no_other(native: bool, tmp_path: Path) -> None:
+def test_interrupted_job_blocks_no_other(tmp_path: Path) -> None:
     """A job that was made, and never queued, is withdrawn by its owner; no other chunk's job waits for it."""
-    files = Files(tmp_path, native)
+    files = Files(tmp_path)
     stores = files.add([plan_of(index) for index in range(4)], chunk_bytes(plan_of(0)))
 
     def swap() -> None:
@@ -517,28 +487,25 @@ def test_interrupted_growth_loses_nothing(files: Files) -> None:
     assert [values(store) for store in first] == [{7.0}] * 3
 
 
-def test_reads_and_writes_of_a_chunk_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_and_writes_of_a_chunk_take_turns(files: Files) -> None:
     """A job overwrites a chunk in other memory than a late read fills. The file is written behind that read."""
-    files = Files(tmp_path, native=False)
     first, second, third = files.add([plan_of(index) for index in range(3)], 2 * chunk_bytes(plan_of(0)))
     assert values(second) | values(third) == {1.0, 2.0}
-    arrived, read, calls = threading.Event(), os.preadv, itertools.count()
-
-    def late(*arguments: Any) -> int:
-        if not next(calls):
-            arrived.wait(20)
-        return read(*arguments)
-
-    monkeypatch.setattr(os, "preadv", late)
-    assert files.cache.bring(first.chunk, step=0) is not None
+    arrived = ThreadTicket()
+    with gated(lambda: arrived, ("read",)):
+        assert files.cache.bring(first.chunk, step=0) is not None
     for store in (second, third):  # one of them takes its memory, behind the read
         files.cache.bring(store.chunk, step=0)
     assert first.chunk.place is None
     needs = files.cache.prepare_fresh(first.chunk)
     assert first.chunk.fresh is not None
     state = first.chunk.fresh.content
-    overwrite = [lambda: sum(tensor.fill_(9.0).nbytes for tensor in state)]
-    job = PythonJob(overwrite, (), needs.after, behind=needs.behind, deadline=0, step=0, param="p0")
+    blocks = [torch.full((40, LENGTH), 9.0) for _ in range(3)]
+    swap = ExchangeWork(state, torch.arange(40, dtype=torch.int32), blocks, bounds_of([slice(0, 40)]))
+    files.workers.start()
+    job = Job(
+        swap, (), needs.after, files.workers.handle, behind=needs.behind, deadline=0, step=0, param="p0"
+    )  # fmt: skip
     first.used_by(job)
     files.workers.submit(job)
     write = first.chunk.write
@@ -549,7 +516,6 @@ def test_reads_and_writes_of_a_chunk_take_turns(tmp_path: Path, monkeypatch: pyt
     arrived.set()
     write.wait()
     assert values(first) == {9.0}
-    files.close()
 
 
 def test_fresh_memory_is_not_read(files: Files) -> None:
@@ -559,14 +525,10 @@ def test_fresh_memory_is_not_read(files: Files) -> None:
         needs = files.cache.prepare_fresh(first.chunk)
         assert first.chunk.fresh is not None
         state = first.chunk.fresh.content
-        job: Job
         place: dict[str, Any] = {"behind": needs.behind, "deadline": 0, "step": 0, "param": "p0"}
         blocks = [torch.full((40, LENGTH), 5.0) for _ in range(3)]
-        if files.native:
-            rows, bounds = torch.arange(40, dtype=torch.int32), bounds_of([slice(0, 40)])
-            job = NativeJob(NativeExchange(state, rows, blocks, bounds), (), needs.after, files.pool.handle, **place)
-        else:
-            job = PythonJob([lambda: sum(tensor.fill_(5.0).nbytes for tensor in state)], (), needs.after, **place)
+        rows, bounds = torch.arange(40, dtype=torch.int32), bounds_of([slice(0, 40)])
+        job = Job(ExchangeWork(state, rows, blocks, bounds), (), needs.after, files.workers.handle, **place)
         first.used_by(job)
         files.workers.submit(job)
 
@@ -628,17 +590,11 @@ def test_cache_smaller_than_a_chunk_is_refused() -> None:
         cache_bytes([plan_of(0, 10), plan_of(1, 40)], 40 * 768 - 1)
 
 
-def test_refused_threads_raise_and_give_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = Files(tmp_path, native=False)
-
-    def refused(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_refused_threads_raise_and_give_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+        patch.setattr(Workers, "_open", lambda _: refuse_threads(RuntimeError("EAGAIN")))
         with pytest.raises(RuntimeError, match="thread"):
             files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
     files.stores = []
     files.add([plan_of(2), plan_of(3)], chunk_bytes(plan_of(0)))
     assert [values(store) for store in files.stores] == [{0.0}, {1.0}]
-    files.close()

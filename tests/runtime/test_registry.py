@@ -151,7 +151,7 @@ def test_cuda_arenas_are_touched_and_pinned(monkeypatch: pytest.MonkeyPatch) -> 
 def test_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     """The kernels take shapes on trust: they would read past the gradient's end, or split other slices."""
     model = nn.Linear(16, 8, bias=False)
-    with ZenFlowAdamW(model.named_parameters(), min_offload_size=1, host_kernel="aten") as optimizer:
+    with ZenFlowAdamW(model.named_parameters(), min_offload_size=1) as optimizer:
         offloaded = optimizer.engine.offloaded[0]
         with pytest.raises(RuntimeError, match=re.escape(f"gradient of weight has the shape {list(shape)}")):
             offloaded.matrix_of(torch.zeros(shape))

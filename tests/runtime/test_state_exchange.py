@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.edge_floats import edge_floats, same_bits
+from tests.support.gated_jobs import HeldJob
 from zenflow_compile.planning import plan as plans
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime.device import thread_lane
@@ -22,12 +24,9 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, reselect
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.host_adam import make_host_adam
-from zenflow_compile.runtime.host.native_pool import NativePool
-from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
+from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.state_store import InMemory
-from zenflow_compile.runtime.host.workers import HostWorkers
-from zenflow_compile.runtime.parameters import state_exchange
+from zenflow_compile.runtime.host.workers import Job, Workers
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
@@ -127,8 +126,8 @@ class Sides:
         self.plan = plan
         self.device = DeviceState.allocate(plan, CPU)
         self.device.selection = shuffled_selection(plan.k, plan.slices)
-        kernel = make_host_adam("aten", gradient_dtype=plan.dtype, out_dtype=plan.dtype, max_gradients=plan.interval)
-        self.host = HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel)
+        kernel = HostAdam(plan.dtype, plan.dtype, plan.interval)
+        self.host = HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, ctypes.c_void_p())
         for tensor in self.tensors():
             tensor.view(torch.int32).random_(-(2**31), 2**31 - 1)  # any bits: NaN, too
 
@@ -156,6 +155,7 @@ class Sides:
 
     def start(self, exchange: StateExchange, wanted: Wanted, **keywords: Any) -> None:
         change = reselect(self.device.selection, wanted)
+        self.host.pool = exchange._workers.handle
         exchange.start(self.device, self.host, change, step=0, deadline=0, **keywords)
         self.device.selection = change.selection
 
@@ -182,8 +182,8 @@ class Engine:
     def __init__(self, *params: ParamPlan, workers: int = 2) -> None:
         self.recorder = Recorder()
         self.to_host, self.to_device = (ThreadLane(name, self.recorder) for name in ("D2H", "H2D"))
-        self.native = NativePool(workers, self.recorder)
-        self.workers = HostWorkers(self.native, PythonPool(workers, self.recorder), workers)
+        self.workers = Workers(workers, self.recorder)
+        self.workers.start()
         self.exchange = StateExchange(self.to_host, self.to_device, self.workers, self.recorder, device_of(CPU))
         self.exchange.fit(Plan(policy="zenflow", params=params).exchange_buffer_bytes)
 
@@ -230,7 +230,6 @@ def test_exchange_equals_the_host_path(
 ) -> None:
     """For any number of swaps, cut into any chunks; later exchanges build on the earlier ones' rows."""
     monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
-    monkeypatch.setattr(state_exchange, "_PIECE_ELEMENTS", 16)
     monkeypatch.setattr(thread_lane, "INLINE_BYTES", 64)
     plan = plan_of(*shape)
     expected, actual = Sides(plan), Sides(plan)
@@ -263,21 +262,18 @@ def test_rows_exchanged_at_once_have_weights(shape: tuple[int, int, int], dtype:
         assert moved == 3 * 4 * swaps * length
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
 @pytest.mark.parametrize("buffer_bytes", [1 << 9, 1 << 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_exchange_writes_the_weights(
-    shape: tuple[int, int, int], dtype: torch.dtype, buffer_bytes: int, native: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], dtype: torch.dtype, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any number of chunks and tasks, with rows beyond the real ones; the state is that without weights."""
     monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
-    monkeypatch.setattr(state_exchange, "_PIECE_ELEMENTS", 16)
     plan = plan_of(*shape, dtype)
     expected, actual = Sides(plan), Sides(plan)
     weights, _ = Weights(expected), Weights(actual)
     with engine(plan, workers=3) as made:
-        actual.host.native = made.native.handle if native else None
         for swaps in range(plan.most_swaps + 1):
             before = expected.device.selection.deferred
             wanted = wanted_after(expected.device.selection, swaps, swaps + 1)
@@ -298,8 +294,9 @@ class StoredSides:
         torch.manual_seed(0)
         self.device = DeviceState.allocate(self.plan, CPU)
         self.device.selection = shuffled_selection(5, 14)
-        kernel = make_host_adam("aten", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=2)
-        self.host = HostState.allocate(self.plan, HostArena(HostState.arena_bytes(self.plan)), kernel)
+        kernel = HostAdam(torch.bfloat16, torch.bfloat16, 2)
+        arena = HostArena(HostState.arena_bytes(self.plan))
+        self.host = HostState.allocate(self.plan, arena, kernel, ctypes.c_void_p())
         self.device.rows.write([torch.randn(5, length), torch.randn(5, length), torch.rand(5, length) ** 4])
         with self.host.acquire(write=True, fresh=True) as rows:
             rows.write([torch.randn(9, length), torch.randn(9, length), torch.rand(9, length) ** 4])
@@ -309,20 +306,18 @@ class StoredSides:
         return [*self.device.rows.read(), *self.host.state(), *(each.content() for each in self.host.uploads)]
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
 @pytest.mark.parametrize("buffer_bytes", [1 << 9, 1 << 20])
 @pytest.mark.parametrize("length", [128, 333])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 def test_exchange_converts_rows(
-    moments: str, split: bool, length: int, buffer_bytes: int, native: bool, monkeypatch: pytest.MonkeyPatch
+    moments: str, split: bool, length: int, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job of either kind, and the swap in the calling thread, have the same bits."""
+    """The job and the swap in the calling thread have the same bits."""
     monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
-    monkeypatch.setattr(state_exchange, "_PIECE_ELEMENTS", 2 * length)
     expected, actual = (StoredSides(moments, split, length) for _ in range(2))
     with engine(actual.plan, workers=3) as made:
-        actual.host.native = made.native.handle if native else None
+        actual.host.pool = made.workers.handle
         for swaps in range(6):
             change = reselect(expected.device.selection, wanted_after(expected.device.selection, swaps, swaps + 1))
             with expected.host.acquire(write=True) as rows:
@@ -336,8 +331,7 @@ def test_exchange_converts_rows(
             assert all(same_bits(*pair) for pair in zip(actual.tensors(), expected.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
-def test_exchange_waits_for_reads_of_the_weights(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_waits_for_reads_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job of every chunk writes what a late copy still reads."""
     monkeypatch.setattr(plans, "EXCHANGE_BYTES", 200)  # chunks of two slices
     plan = plan_of(4, 12, 8, torch.bfloat16)
@@ -345,7 +339,6 @@ def test_exchange_waits_for_reads_of_the_weights(native: bool, monkeypatch: pyte
     weights, reads = Weights(sides), ThreadTicket()
     kept = weights.tensor.clone()
     with engine(plan) as made:
-        sides.host.native = made.native.handle if native else None
         before = sides.device.selection.deferred
         sides.start(
             made.exchange,
@@ -370,13 +363,12 @@ def test_ended_reads_are_no_input() -> None:
     plan = plan_of(4, 12, 8)
     sides = Sides(plan)
     with engine(plan) as made:
-        sides.host.last_job = held = HeldJob()
+        sides.host.last_job = held = HeldJob(made.workers, deadline=7)
         wanted, weights = wanted_after(sides.device.selection, 4, 4), InMemory(torch.zeros(12, 8))
         sides.start(made.exchange, wanted, weights=weights, reads=ThreadTicket.ended(None))
         (job,) = sides.host.exchanges
-        assert isinstance(job, state_exchange.ExchangeJob)
         inputs = len(job._inputs)
-        held.finish_task()
+        held.gate.set()
         made.exchange.finish()
         assert inputs == 1
 
@@ -398,26 +390,20 @@ def test_exchanges_overlap_in_a_few_buffers() -> None:
             new.assert_same(old)
 
 
-class HeldJob(PythonJob):
-    """A job of the state that has one task, which the test runs."""
-
-    def __init__(self) -> None:
-        super().__init__([lambda: 0], deadline=7, step=0, param="w")
-
-
 def test_exchange_waits_for_the_jobs_before_it() -> None:
     plan = plan_of(4, 12, 8)
     sides = Sides(plan)
     before = sides.bits()
     with engine(plan) as made:
-        held = sides.host.last_job = HeldJob()
+        held = sides.host.last_job = HeldJob(made.workers, deadline=7)
         sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
         (job,) = sides.host.exchanges
         assert sides.host.unfinished_job is job
         assert job.deadline == held.deadline  # not before it in the queue of the workers
-        assert not job.arrived()
+        time.sleep(0.02)  # in which a job that does not wait would run
+        assert not job.is_set
         assert all(torch.equal(a, b) for a, b in zip(sides.bits(), before, strict=True))
-        held.finish_task()
+        held.gate.set()
         made.exchange.finish()
         assert job.is_set
         assert sides.host.unfinished_job is None
@@ -433,18 +419,18 @@ def test_lane_that_cannot_wait_gets_finished_jobs(monkeypatch: pytest.MonkeyPatc
         submitted = []
         submit = made.to_device.submit
 
-        def checked(*tensors: Tensor, after: PythonJob, **keywords: Any) -> Any:
+        def checked(*tensors: Tensor, after: Job, **keywords: Any) -> Any:
             submitted.append(after.is_set)
             return submit(*tensors, after=after, **keywords)
 
         monkeypatch.setattr(made.to_device, "submit", checked)
-        held = actual.host.last_job = HeldJob()
+        held = actual.host.last_job = HeldJob(made.workers, deadline=7)
         wanted = wanted_after(expected.device.selection, 2, 4)
         expected.exchange_now(wanted)
         actual.start(made.exchange, wanted)
         made.exchange.start_uploads()
         assert submitted == []
-        held.finish_task()
+        held.gate.set()
         made.exchange.finish()
         assert submitted == [True]
         actual.assert_same(expected)
@@ -456,9 +442,9 @@ def test_failed_job_stops_its_exchange() -> None:
     sides = Sides(plan)
     before = sides.bits()
     with engine(plan) as made:
-        held = sides.host.last_job = HeldJob()
+        held = sides.host.last_job = HeldJob(made.workers, deadline=7)
         sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
-        held.finish_task(ValueError("on purpose"))
+        held.gate.set(ValueError("on purpose"))
         for _ in range(2):
             with pytest.raises(RuntimeError, match="host update"):
                 made.exchange.finish()
@@ -552,12 +538,10 @@ def test_lanes_record_the_moved_state() -> None:
     assert sum(event.bytes for event in workers) == 4 * 12 * plan.length  # read and written on either place, one slice
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["python", "native"])
-def test_workers_record_the_written_weights(native: bool) -> None:
+def test_workers_record_the_written_weights() -> None:
     plan = plan_of(4, 12, 8, torch.bfloat16)
     sides = Sides(plan)
     with engine(plan) as made:
-        sides.host.native = made.native.handle if native else None
         made.recorder.attach(timeline := Timeline())
         weights = InMemory(torch.zeros(12, 8, dtype=torch.bfloat16))
         sides.start(made.exchange, wanted_after(sides.device.selection, 3, 4), weights=weights)
@@ -597,6 +581,6 @@ def test_ended_copies_are_forgotten() -> None:
             sides.start(made.exchange, wanted_after(sides.device.selection, 2, 4))
             made.exchange.finish()
             (job,) = sides.host.exchanges
-            assert isinstance(job, state_exchange.ExchangeJob)
             job.settle()
+            made.workers.land()
             assert job._inputs == job._after == ()

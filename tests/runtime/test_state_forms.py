@@ -13,7 +13,7 @@ from tests.support.edge_floats import edge_floats, same_bits
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime import state_forms
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.host_adam import Kernel, WindowUpdate, make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 
 SLICES = 12
@@ -58,10 +58,10 @@ def stored(form: StateForm, state: State, step: int = 3) -> StateRows:
     return rows
 
 
-def update(rows: StateRows, kernel: Kernel, cuts: tuple[int, ...] = ()) -> Tensor:
+def update(rows: StateRows, cuts: tuple[int, ...] = ()) -> Tensor:
     """Apply a window of two bf16 gradients, in parts of whole slices; returns the new weights."""
     form = rows.form
-    adam = make_host_adam(kernel, gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=2)
+    adam = HostAdam(torch.bfloat16, torch.bfloat16, 2)
     out = torch.zeros(SLICES, form.length, dtype=torch.bfloat16) if rows.weights is None else rows.weights
     generator = torch.Generator().manual_seed(9)
     gradients = [1e-3 * torch.randn(SLICES * form.length, generator=generator).bfloat16() for _ in COEFFICIENTS]
@@ -79,20 +79,10 @@ def test_native_code_stores_the_same_bits(form: StateForm, state: type[State]) -
     """The fp32 kernel between a read and a write in PyTorch, and the kernel that does it all."""
     native, expected = (stored(form, state(form.length)) for _ in range(2))
     plain = State(*(each.clone() for each in expected.read()))
-    new_weights = update(StateRows(StateForm(length=form.length), plain), "native")
+    new_weights = update(StateRows(StateForm(length=form.length), plain))
     expected.write(plain, step=7)
-    assert same_bits(update(native, "native", cuts=(5, 6)), new_weights)
+    assert same_bits(update(native, cuts=(5, 6)), new_weights)
     assert all(same_bits(*pair) for pair in zip(tensors(native), tensors(expected), strict=True))
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.plain], ids=str)
-def test_aten_kernel_equals_reading_and_writing(form: StateForm) -> None:
-    aten, expected = (stored(form, some_state(form.length)) for _ in range(2))
-    plain = State(*(each.clone() for each in expected.read()))
-    new_weights = update(StateRows(StateForm(length=form.length), plain), "aten")
-    expected.write(plain, step=7)
-    assert same_bits(update(aten, "aten", cuts=(5,)), new_weights)
-    assert all(same_bits(*pair) for pair in zip(tensors(aten), tensors(expected), strict=True))
 
 
 @pytest.mark.parametrize("state", [some_state, edge_state])
@@ -165,7 +155,7 @@ def test_second_moment_does_not_become_zero() -> None:
     rows = rows_of(form)
     rows.write([torch.zeros(SLICES, 256), torch.zeros(SLICES, 256), exp_avg_sq])
     assert bool((rows.read().exp_avg_sq > 0.0).all())
-    update(rows, "native")
+    update(rows)
     assert bool((rows.read().exp_avg_sq > 0.0).all())
 
 

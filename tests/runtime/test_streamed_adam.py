@@ -20,7 +20,7 @@ from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 from zenflow_compile.runtime.device_updates import streamed_adam
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
-from zenflow_compile.runtime.host.workers import HostWorkers
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.timeline import D2H, H2D, Event, Timeline
 
 pytestmark = pytest.mark.timeout(120)
@@ -320,7 +320,7 @@ def test_host_starts_first_and_resident_is_last(monkeypatch: pytest.MonkeyPatch)
         return call
 
     training = Training(EAGER_BACKEND, {**SECOND, "ratio": 0.8}, build=chain).run(0, 2)
-    monkeypatch.setattr(HostWorkers, "submit", noted("host", HostWorkers.submit))
+    monkeypatch.setattr(Workers, "submit", noted("host", Workers.submit))
     monkeypatch.setattr(StreamedAdam, "_update", noted("streamed", StreamedAdam._update))
     monkeypatch.setattr(ResidentAdam, "update", noted("resident", ResidentAdam.update))
     training.step(2)

@@ -1,517 +1,473 @@
-"""Workers run jobs by deadline, raise their errors, and finish queued jobs at ``close()``."""
+"""Native threads: the order of jobs, what they wait for, and how they end."""
 
 from __future__ import annotations
 
+import _thread
+import ctypes
+import gc
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from zenflow_compile.runtime.device.copy_lanes import CopyError
-from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool, _Queued, preferred_worker
+from tests.support.late_words import LateWord
+from zenflow_compile.native import library as native
+from zenflow_compile.runtime.device.copy_lanes import Gate
+from zenflow_compile.runtime.device.stream_flags import Flag
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
 
-
-def pool_of(workers: int) -> PythonPool:
-    return PythonPool(workers, Recorder())
+ROWS = 8
 
 
-class GatedJob(PythonJob):
-    """A job with inputs."""
+class Word:
+    """A flag of a job, in plain memory."""
 
-    def __init__(
-        self, tasks: Sequence[Callable[[], int]], ready: Callable[[], None], arrived: Callable[[], bool], **place: Any
-    ) -> None:
-        self._wait_for_inputs, self._have_inputs = ready, arrived
-        super().__init__(tasks, **place)
+    def __init__(self) -> None:
+        self._memory = torch.zeros(1, dtype=torch.int32)
+        self.fence = threading.Lock()
 
-    def ready(self) -> None:
-        self._wait_for_inputs()
+    def address(self, counter: int) -> int:
+        return self._memory.data_ptr()
 
-    def arrived(self) -> bool:
-        return self._have_inputs()
-
-
-def job(
-    *tasks: Callable[[], int],
-    deadline: int = 0,
-    ready: Callable[[], None] = lambda: None,
-    arrived: Callable[[], bool] = lambda: True,
-    param: str = "w",
-    step: int = 7,
-) -> PythonJob:
-    return GatedJob(tasks, ready, arrived, deadline=deadline, step=step, param=param)
+    @property
+    def value(self) -> int:
+        return int(self._memory.item())
 
 
-def test_earliest_deadline_runs_first() -> None:
-    pool = pool_of(1)
-    gate = threading.Event()
-    order: list[int] = []
-    first = job(lambda: int(gate.wait(20)), deadline=99)
-    pool.submit(first)
-    jobs = [job(lambda d=deadline: order.append(d) or 0, deadline=deadline) for deadline in (5, 1, 3, 1, 4)]
-    for each in jobs:
-        pool.submit(each)
+class Swap(Job):
+    """Swaps ones with twos."""
+
+    def __init__(self, pool: Workers, *inputs: Any, after: Sequence[Any] = (), tasks: int = 2, **place: Any) -> None:
+        self.host = [torch.ones(ROWS, 4) for _ in range(3)]
+        self.blocks = [torch.full((ROWS, 4), 2.0) for _ in range(3)]
+        size = -(-ROWS // tasks)
+        parts = [slice(first, min(first + size, ROWS)) for first in range(0, ROWS, size)]
+        place = {"deadline": 0, "step": 0, "param": "w", **place}
+        work = ExchangeWork(self.host, torch.arange(ROWS, dtype=torch.int32), self.blocks, bounds_of(parts))
+        super().__init__(work, inputs, after, pool.handle, **place)
+
+    @property
+    def swapped(self) -> bool:
+        return all(bool((each == 2).all()) for each in self.host)
+
+
+def ended(error: BaseException | None = None) -> ThreadTicket:
+    return ThreadTicket.ended(error)
+
+
+@pytest.fixture
+def pool() -> Iterator[Workers]:
+    made = Workers(2, Recorder())
+    yield made
+    for job in made._in_flight:  # of a test that has failed: its gates may never open
+        job.abort(RuntimeError("the test is over"))
+    made.close()
+
+
+def order_of(jobs: Sequence[Swap]) -> list[int]:
+    """The jobs' numbers, by when they ran."""
+    return sorted(range(len(jobs)), key=lambda number: jobs[number].records[0].begin_ns)
+
+
+def test_jobs_run_by_step_and_then_by_deadline() -> None:
+    pool, gate = Workers(1, Recorder()), ThreadTicket()
+    places = [(1, 0), (0, 5), (0, 2), (1, 1), (0, 2)]
+    jobs = [Swap(pool, gate, step=step, deadline=deadline) for step, deadline in places]
+    pool.submit(*jobs[:3])
+    pool.submit(*jobs[3:])
     gate.set()
-    for each in jobs:
-        each.wait()
-    assert order == [1, 1, 3, 4, 5]
+    for job in jobs:
+        job.wait()
     pool.close()
+    assert order_of(jobs) == [2, 4, 1, 0, 3]
+    assert all(job.swapped for job in jobs)
 
 
-def test_earlier_step_runs_first_at_any_deadline() -> None:
-    """The inputs of a later step may wait for the earlier job, on a device that runs behind."""
-    pool = pool_of(1)
-    gate = threading.Event()
-    order: list[tuple[int, int]] = []
-    pool.submit(job(lambda: int(gate.wait(20)), step=0))
-    keys = [(2, 0), (1, 5), (2, 1), (1, 9)]
-    jobs = [job(lambda k=key: order.append(k) or 0, step=key[0], deadline=key[1]) for key in keys]
-    for each in jobs:
-        pool.submit(each)
+def test_arrived_job_overtakes_one_that_waits(pool: Workers) -> None:
+    gate = ThreadTicket()
+    late, early = Swap(pool, gate), Swap(pool, step=7)
+    pool.submit(late, early)
+    early.wait()
+    assert not late.is_set
     gate.set()
-    for each in jobs:
-        each.wait()
-    assert order == sorted(keys)
-    pool.close()
-
-
-def test_job_with_inputs_runs_before_one_without() -> None:
-    pool = pool_of(1)
-    arrived = threading.Event()
-    order: list[str] = []
-    late = job(lambda: order.append("late") or 0, deadline=0, arrived=arrived.is_set)
-    here = job(lambda: order.append("here") or 0, deadline=1)
-    pool.submit(late)
-    pool.submit(here)
-    here.wait()
-    assert not late.done()
-    arrived.set()
     late.wait()
-    assert order == ["here", "late"]
+
+
+def test_all_workers_share_a_job() -> None:
+    """One worker alone would run all tasks; here the tasks are long enough for the others to wake up."""
+    pool = Workers(3, Recorder())
+    host = [torch.ones(6, 1 << 20) for _ in range(3)]
+    blocks = [each.clone() for each in host]
+    for _ in range(20):
+        tasks = bounds_of([slice(n, n + 1) for n in range(6)])
+        work = ExchangeWork(host, torch.arange(6, dtype=torch.int32), blocks, tasks)
+        job = Job(work, (), (), pool.handle, deadline=0, step=0, param="w")
+        pool.submit(job)
+        job.settle()
+        if len({record.worker for record in job.records}) == 3:
+            break
+    else:
+        raise AssertionError("no job was shared by all workers")
     pool.close()
 
 
-def test_idle_workers_share_one_poll() -> None:
-    """A worker that has waited does not ask all jobs again; one that has just ended a task does."""
-    pool = pool_of(2)
-    asked: list[int] = []
-    late = job(lambda: 0, arrived=lambda: bool(asked.append(1)))
-    pool._queue = [(0, 0, 0, _Queued(late, 2))]
-    assert pool._first_arrived(idle=True) is None
-    assert pool._first_arrived(idle=True) is None
-    assert len(asked) == 1
-    assert pool._first_arrived(idle=False) is None
-    assert len(asked) == 2
-
-
-def test_equal_deadlines_keep_their_order() -> None:
-    pool = pool_of(1)
-    order: list[int] = []
-    gate = threading.Event()
-    pool.submit(job(lambda: int(gate.wait(20)), deadline=-1))
-    last = [job(lambda i=i: order.append(i) or 0) for i in range(20)]
-    for each in last:
-        pool.submit(each)
+def test_job_waits_for_the_one_before(pool: Workers) -> None:
+    gate = ThreadTicket()
+    first = Swap(pool, gate)
+    second = Swap(pool, after=(first,))
+    pool.submit(first, second)
+    time.sleep(0.02)
+    assert not second.is_set
     gate.set()
-    last[-1].wait()
-    assert order == list(range(20))
-    pool.close()
+    second.wait()
+    assert second.records[0].begin_ns >= first.records[0].end_ns
 
 
-def test_tasks_of_a_job_run_in_parallel() -> None:
-    pool = pool_of(3)
-    meeting = threading.Barrier(3, timeout=20)
-    three = job(*[lambda: meeting.wait()] * 3)
-    pool.submit(three)
-    three.wait()
-    pool.close()
+def test_failed_input_fails_the_job_and_its_followers(pool: Workers) -> None:
+    gate, word = ThreadTicket(), Word()
+    first = Swap(pool, ended(), gate, param="first", flag=Flag(word, 0, 1))
+    second = Swap(pool, after=(first,), param="second")
+    pool.submit(first, second)
+    gate.set(ValueError("on purpose"))
+    with pytest.raises(RuntimeError, match="the host update of second at step 0 failed") as raised:
+        second.wait()
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert isinstance(raised.value.__cause__.__cause__, ValueError)
+    assert word.value == 1, "a stream may wait for it"
+    assert not first.swapped
+    pool.land()
+    assert pool.failed
+    assert isinstance(first.error.__cause__, ValueError), "the error stays when its inputs are released"
 
 
-def test_job_is_done_with_its_last_task() -> None:
-    pool = pool_of(2)
-    gate = threading.Event()
-    two = job(lambda: 0, lambda: int(gate.wait(20)))
-    pool.submit(two)
-    time.sleep(0.05)  # in which the first task ends
-    assert not two.done()
+def test_flag_is_raised_at_the_end(pool: Workers) -> None:
+    gate, word = ThreadTicket(), Word()
+    job = Swap(pool, gate, flag=Flag(word, 0, 5))
+    pool.submit(job)
+    time.sleep(0.02)
+    assert word.value == 0
     gate.set()
-    two.wait()
-    two.settle()
-    assert two.done()
-    pool.close()
+    job.wait()
+    assert word.value == 5
 
 
-def test_job_without_tasks_is_done() -> None:
-    empty = job()
-    assert empty.done()
-    empty.wait()
-    empty.settle()
+def test_abort_fails_a_queued_job(pool: Workers) -> None:
+    word = Word()
+    job = Swap(pool, ThreadTicket(), flag=Flag(word, 0, 1))
+    pool.submit(job)
+    job.abort(KeyError("lost"))
+    job.settle()
+    with pytest.raises(RuntimeError) as raised:
+        job.wait()
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert word.value == 1
+    assert not job.swapped
 
 
-def test_tasks_wait_for_their_inputs() -> None:
-    pool = pool_of(1)
-    arrived = threading.Event()
-    seen: list[bool] = []
-    waiting = job(lambda: seen.append(arrived.is_set()) or 0, ready=lambda: arrived.wait(20) and None)
-    pool.submit(waiting)
-    time.sleep(0.02)  # in which a worker that does not wait would run it
-    arrived.set()
-    waiting.wait()
-    assert seen == [True]
-    pool.close()
-
-
-@pytest.mark.parametrize("where", ["task", "ready"])
-def test_errors_keep_their_traceback(where: str) -> None:
-    pool = pool_of(1)
-
-    def breaks() -> int:
-        raise ZeroDivisionError("on purpose")
-
-    bad = job(breaks) if where == "task" else job(lambda: 0, ready=lambda: breaks() and None)
-    pool.submit(bad)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the host update of w at step 7 failed") as caught:
-            bad.wait()
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    traceback = bad.error.__traceback__ if bad.error else None
-    names = []
-    while traceback is not None:
-        names.append(traceback.tb_frame.f_code.co_name)
-        traceback = traceback.tb_next
-    assert "breaks" in names
-    good = job(lambda: 0)  # the worker lives on
-    pool.submit(good)
-    good.wait()
-    pool.close()
-
-
-def test_failed_copy_is_chained_to_its_cause() -> None:
-    pool = pool_of(1)
-
-    def not_copied() -> None:
-        raise CopyError("copy") from ValueError("on purpose")
-
-    bad = job(lambda: 0, ready=not_copied)
-    pool.submit(bad)
-    with pytest.raises(RuntimeError) as caught:
-        bad.wait()
-    assert isinstance(caught.value.__cause__, ValueError)
-    pool.close()
-
-
-def test_error_skips_the_other_tasks_and_settles() -> None:
-    pool = pool_of(1)
-    ran: list[int] = []
-
-    def breaks() -> int:
-        raise ValueError
-
-    bad = job(lambda: ran.append(0) or 0, breaks, *[lambda: ran.append(1) or 0] * 5)
-    pool.submit(bad)
-    bad.settle()
-    assert bad.done()
-    assert ran == [0]
-    pool.close()
-
-
-def test_error_is_raised_while_other_tasks_run() -> None:
-    """``wait`` raises at once; ``settle`` waits for the other tasks."""
-    pool = pool_of(2)
-    gate, held = threading.Event(), threading.Event()
-
-    def holds() -> int:
-        held.set()
-        return int(gate.wait(20))
-
-    def breaks() -> int:
-        held.wait(20)
-        raise ValueError
-
-    bad = job(holds, breaks)
-    pool.submit(bad)
-    with pytest.raises(RuntimeError):
-        bad.wait()
-    settled = threading.Event()
-    thread = threading.Thread(target=lambda: (bad.settle(), settled.set()))
-    thread.start()
-    assert not settled.wait(0.05)
-    gate.set()
-    assert settled.wait(20)
-    pool.close()
-
-
-def test_close_finishes_queued_jobs() -> None:
-    pool = pool_of(2)
-    count = [0]
-    lock = threading.Lock()
-
-    def task() -> int:
-        time.sleep(0.002)  # so that most are still queued at close()
-        with lock:
-            count[0] += 1
-        return 0
-
-    for _ in range(10):
-        pool.submit(job(task, task))
-    assert any(pool.runs(thread) for thread in threading.enumerate())
-    pool.close()
-    assert count == [20]
-    assert not any(pool.runs(thread) for thread in threading.enumerate())
-    pool.close()
-
-
-def test_threads_start_with_the_first_job() -> None:
-    before = threading.active_count()
-    pool = pool_of(3)
-    assert threading.active_count() == before
-    first = job(lambda: 0)
-    pool.submit(first)
-    first.wait()
-    assert threading.active_count() == before + 3
-    pool.close()
-    assert threading.active_count() == before
-
-
-def test_fewer_threads_serve_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_of(3)
-    start = threading.Thread.start
-    started: list[str] = []
-
-    def one_only(thread: threading.Thread) -> None:
-        if started:
-            raise RuntimeError("can't start new thread")
-        started.append(thread.name)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", one_only)
-    jobs = [job(lambda: 0, lambda: 0) for _ in range(4)]
-    for each in jobs:
-        pool.submit(each)
-        each.wait()
-    assert started == ["zenflow-worker-0"]
-    pool.close()
-
-
-def test_job_without_any_thread_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    pool = pool_of(2)
-    lost = job(lambda: 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError, match="new thread"):
-            pool.submit(lost)
-    lost.settle()
-    with pytest.raises(RuntimeError, match="failed"):
-        lost.wait()
-    found = job(lambda: 0)
-    pool.submit(found)
-    found.wait()
-    pool.close()
-
-
-def test_only_jobs_never_queued_are_withdrawn() -> None:
-    pool = pool_of(1)
-    gate, begun = threading.Event(), threading.Event()
-    running = job(lambda: begun.set() or int(gate.wait(20)))
-    waiting, never = job(lambda: 0), job(lambda: 0)
-    pool.submit(running, waiting)
-    assert begun.wait(20)
+def test_withdrawn_jobs_are_those_never_queued(pool: Workers) -> None:
+    gate = ThreadTicket()
+    queued, lost = Swap(pool, gate), Swap(pool)
+    pool.submit(queued)
     interrupt = KeyboardInterrupt()
-    pool.withdraw([running, waiting, never], interrupt)
-    never.settle()
-    with pytest.raises(RuntimeError, match="host update") as caught:
-        never.wait()
-    assert caught.value.__cause__ is not None
-    assert "interrupted" in str(caught.value.__cause__)
-    assert caught.value.__cause__.__cause__ is interrupt
+    pool.withdraw([queued, lost], interrupt)
+    assert lost.is_settled
+    assert lost.error is not None
+    assert "interrupted" in str(lost.error)
+    assert lost.error.__cause__ is interrupt
     gate.set()
-    for each in (running, waiting):
-        each.wait()
-    pool.withdraw([running, waiting, job()])
-    assert (running.error, waiting.error) == (None, None)
+    queued.wait()
+    assert queued.swapped
+
+
+def test_withdrawn_job_needs_no_pool() -> None:
+    pool = Workers(1, Recorder())
+    job = Swap(pool)
+    pool.withdraw([job])
+    job.settle()
+    assert pool.failed
     pool.close()
 
 
-def test_workers_prefer_their_part_of_the_memory() -> None:
-    """Each worker blocks in its first task until all have one, which shows that it takes one of its own first."""
-    pool = pool_of(3)
-    meeting = threading.Barrier(3, timeout=20)
-    first_of: dict[str, int] = {}
-    lock = threading.Lock()
+def test_counter_gates_wrap_around(pool: Workers) -> None:
+    class Counter:
+        error = None
+        word = ctypes.c_uint32(0xFFFFFFFE)
 
-    def task(number: int) -> Callable[[], int]:
-        def run() -> int:
-            with lock:
-                first = threading.current_thread().name not in first_of
-                first_of.setdefault(threading.current_thread().name, number)
-            return meeting.wait() if first else 0
+        def gate(self) -> Gate:
+            return Gate(ctypes.addressof(self.word), 1, native.COUNTER)
 
-        return run
+        def done(self) -> bool:
+            return False
 
-    nine = job(*[task(number) for number in range(9)])
-    pool.submit(nine)
-    nine.wait()
-    assert first_of == {"zenflow-worker-0": 0, "zenflow-worker-1": 3, "zenflow-worker-2": 6}
-    pool.close()
+    job = Swap(pool, Counter())
+    pool.submit(job)
+    time.sleep(0.02)
+    assert not job.is_set
+    Counter.word.value = 2
+    job.wait()
 
 
-def test_idle_worker_takes_tasks_of_a_busy_one() -> None:
-    pool = pool_of(2)
-    gate = threading.Event()
-    ran: list[int] = []
-    stolen = threading.Event()
+def test_inputs_that_never_arrive_fail_the_job(pool: Workers) -> None:
+    """A device that has died raises when its tickets are asked; that is all a queued job hears of it."""
 
-    def held() -> int:
-        return int(gate.wait(20))
+    class Dead:
+        error = None
+        word = ctypes.c_uint32(0)
 
-    def quick(number: int) -> Callable[[], int]:
-        def run() -> int:
-            ran.append(number)
-            if len(ran) == 5:
-                stolen.set()
-            return 0
+        def gate(self) -> Gate:
+            return Gate(ctypes.addressof(self.word), 1, native.COUNTER)
 
-        return run
+        def done(self) -> bool:
+            raise RuntimeError("the device has died")
 
-    six = job(held, *[quick(number) for number in range(1, 6)])
-    pool.submit(six)
-    assert stolen.wait(20)  # one worker is still blocked
-    assert sorted(ran) == [1, 2, 3, 4, 5]
-    gate.set()
-    six.wait()
-    pool.close()
+    first = Swap(pool, Dead())
+    second = Swap(pool, after=(first,))
+    pool.submit(first, second)
+    with pytest.raises(RuntimeError):
+        second.wait()
+    first.settle()
+    assert "died" in str(first.error)
 
 
-def test_earlier_deadline_runs_before_an_own_task() -> None:
-    pool = pool_of(1)
-    gate = threading.Event()
-    order: list[str] = []
-    pool.submit(job(lambda: int(gate.wait(20)), deadline=-1))
-    late = job(*[lambda: order.append("late") or 0] * 2, deadline=5)
-    early = job(*[lambda: order.append("early") or 0] * 2, deadline=1)
-    pool.submit(late)
-    pool.submit(early)
-    gate.set()
+def test_jobs_end_while_a_thread_keeps_the_gil(pool: Workers) -> None:
+    """A job of 0.4 s beside a C call that holds the GIL for 3 s."""
+    keep = ctypes.PyDLL(None).usleep
+    job = Swap(pool, late := LateWord(0.4))
+    begin = time.perf_counter_ns()
+    pool.submit(job)
+    keep(3_000_000)
+    assert time.perf_counter_ns() - begin > 2.9e9
+    assert job.is_set
+    assert job.records[1].end_ns - begin < 2e9
     late.wait()
-    assert order == ["early", "early", "late", "late"]
-    pool.close()
 
 
-@pytest.mark.parametrize(("tasks", "workers"), [(1, 4), (3, 4), (4, 4), (9, 4), (12, 5)])
-def test_preferred_workers_are_in_order_and_even(tasks: int, workers: int) -> None:
-    chosen = [preferred_worker(number, tasks, workers) for number in range(tasks)]
-    assert chosen == sorted(chosen)
-    assert all(0 <= worker < workers for worker in chosen)
-    counts = [chosen.count(worker) for worker in range(workers)]
-    assert max(counts) - min(counts) <= 1
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
-def test_workers_run_on_their_cores() -> None:
-    mine = os.sched_getaffinity(0)
-    core = max(mine)
-    pool = PythonPool(2, Recorder(), cores=[core, core])
-    seen: list[set[int]] = []
-    two = job(*[lambda: seen.append(os.sched_getaffinity(0)) or 0] * 2)
-    pool.submit(two)
-    two.wait()
-    assert seen == [{core}, {core}]
-    assert os.sched_getaffinity(0) == mine
-    pool.close()
-
-
-def test_job_whose_inputs_cannot_be_asked_fails() -> None:
-    """As of a device that has died: the job fails, and the worker lives on."""
-    pool = pool_of(1)
-
-    def breaks() -> bool:
-        raise ZeroDivisionError("on purpose")
-
-    bad, good = job(lambda: 0, lambda: 0, arrived=breaks), job(lambda: 0)
-    pool.submit(bad, good)
-    good.wait()
-    bad.settle()
-    with pytest.raises(RuntimeError, match="failed") as caught:
-        bad.wait()
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert pool.failed
-    pool.close()
-
-
-def test_event_that_cannot_be_recorded_fails_the_job() -> None:
-    class FullTimeline:
-        def add(self, *_: object, **__: object) -> None:
-            raise MemoryError
-
-    recorder = Recorder()
-    recorder.timeline = FullTimeline()  # type: ignore[assignment]
-    pool = PythonPool(1, recorder)
-    bad = job(lambda: 0)
-    pool.submit(bad)
-    with pytest.raises(RuntimeError, match="failed"):
-        bad.wait()
-    bad.settle()
-    recorder.timeline = None
-    good = job(lambda: 0)
-    pool.submit(good)
-    good.wait()
-    pool.close()
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_lost_worker_fails_queued_jobs(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs that another worker has begun are finished, and the next job starts the thread that is missing."""
-    pool = pool_of(workers)
-    gate, began, busy = threading.Event(), threading.Event(), set()
-    running = job(lambda: int(busy.add(threading.current_thread()) or began.set() or gate.wait(20)))
-    queued = [job(lambda: 0, arrived=lambda: False) for _ in range(3)]
-    original = pool._first_arrived
-
-    def first_arrived(idle: bool) -> int | None:
-        if workers == 1 or threading.current_thread() not in busy:
-            raise MemoryError
-        return original(idle)
-
-    pool.submit(running, *queued)
-    assert began.wait(20)
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "_first_arrived", first_arrived)  # which idle workers call a thousand times a second
-        if workers == 1:
-            gate.set()
-        for each in queued:
-            each.settle()
-            with pytest.raises(RuntimeError, match="failed") as caught:
-                each.wait()
-            assert isinstance(caught.value.__cause__, MemoryError)
+def test_interrupt_ends_a_wait(pool: Workers) -> None:
+    job = Swap(pool, gate := ThreadTicket())
+    pool.submit(job)
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        job.wait()
     gate.set()
-    running.wait()
+    job.wait()
+
+
+def test_workers_block_all_signals(pool: Workers) -> None:
+    job = Swap(pool)
+    pool.submit(job)
+    job.wait()
+    masks = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as file:
+            lines = dict(line.split(":\t") for line in file.read().splitlines())
+        if lines["Name"].startswith("zenflow-") and lines["Name"][8:].isdigit():
+            masks.append(int(lines["SigBlk"], 16))
+    assert masks
+    assert all(mask & 1 << signal.SIGINT - 1 and mask & 1 << signal.SIGTERM - 1 for mask in masks)
+
+
+def test_ended_jobs_are_recorded_and_released() -> None:
+    recorder = Recorder()
+    recorder.attach(timeline := Timeline())
+    pool = Workers(2, recorder)
+    first = Swap(pool, ended(), param="w", step=3)
+    pool.submit(first)
+    first.settle()
+    pool.land()
+    assert first.owners is None
+    assert pool._owners == []
+    events = timeline.events()
+    assert [(event.kind, event.step, event.param) for event in events] == [("state", 3, "w")] * 2
+    assert sum(event.bytes for event in events) == 4 * 3 * ROWS * 4 * 4
+    pool.land()
+    assert len(timeline.events()) == 2
+    pool.close()
+
+
+def test_close_finishes_queued_jobs_idempotently() -> None:
+    pool, gate = Workers(2, Recorder()), ThreadTicket()
+    jobs = [Swap(pool, gate) for _ in range(5)]
+    pool.submit(*jobs)
+    threading.Timer(0.05, gate.set).start()
+    pool.close()
+    pool.close()
+    assert all(job.swapped for job in jobs)
+    again = Swap(pool)
+    pool.submit(again)
+    again.wait()
+    pool.close()
+
+
+def test_interrupted_close_is_completed_by_the_next() -> None:
+    pool, gate = Workers(2, Recorder()), ThreadTicket()
+    job = Swap(pool, gate)
+    pool.submit(job)
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    gate.set()
+    pool.close()
+    assert job.swapped
+    assert not pool.handle
+
+
+def test_close_fails_a_job_that_was_not_queued() -> None:
+    """An interrupt came between the list of jobs in flight and the queue."""
+    pool = Workers(1, Recorder())
+    queued, lost = Swap(pool), Swap(pool)
+    pool.submit(queued)
+    pool._in_flight.append(lost)
+    pool.close()
+    assert queued.swapped
+    assert "interrupted" in str(lost.error)
+
+
+def test_wait_for_a_job_that_was_never_queued_raises() -> None:
+    pool = Workers(1, Recorder())
+    with pytest.raises(RuntimeError) as raised:
+        Swap(pool).wait()
+    assert "not queued" in str(raised.value.__cause__)
+
+
+def test_failed_job_keeps_no_frame_alive() -> None:
+    """Its error has a traceback, whose frames refer to the engine: the threads must not outlive that."""
+
+    class Engine:
+        pass
+
+    def run() -> weakref.ref[Engine]:
+        engine = Engine()
+        pool = Workers(1, Recorder())
+        gate = ThreadTicket()
+        job = Swap(pool, gate)
+        pool.submit(job)
+        gate.set(ValueError())
+        with pytest.raises(RuntimeError):
+            job.wait()
+        engine.pool, engine.job = pool, job  # type: ignore[attr-defined]
+        return weakref.ref(engine)
+
+    engine = run()
+    gc.collect()
+    assert engine() is None
+
+
+def test_collected_pool_ends_its_threads() -> None:
+    pool = Workers(2, Recorder())
+    job = Swap(pool, ThreadTicket())
+    pool.submit(job)
+    handle = pool.handle
+    del pool
+    gc.collect()
+    assert not handle
+    assert job.is_settled
+    assert not job.swapped
+
+
+def test_refused_threads_fail_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def zenflow_open(self, *_: Any) -> int:
+            return 11  # EAGAIN
+
+    pool, job = Workers(2, Recorder()), None
+    job = Swap(pool)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", Refusing)
+        with pytest.raises(RuntimeError, match="ulimit -u"):
+            pool.submit(job)
+    assert job.is_settled
     assert pool.failed
-    good = job(lambda: 0)
-    pool.submit(good)
-    good.wait()
-    assert sorted(thread.name for thread in pool._threads) == [f"zenflow-worker-{index}" for index in range(workers)]
+    second = Swap(pool)
+    pool.submit(second)
+    second.wait()
     pool.close()
 
 
 def test_denormals_ignore_the_starting_thread() -> None:
-    found = []
-    torch.set_flush_denormal(True)
-    try:
-        pool = pool_of(1)
-        one = job(lambda: found.append((torch.tensor(1e-39) * 0.5).item()) or 0)
-        pool.submit(one)
-        one.wait()
-    finally:
-        torch.set_flush_denormal(False)
-    pool.close()
-    assert found[0] > 0
+    """A thread inherits the mode of the one that starts it; results would depend on when the first job was."""
+    from zenflow_compile.runtime.adam_rule import StepCoefficients
+    from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+    from zenflow_compile.runtime.parameters.host_state import UpdateWork, WindowAddresses
+
+    def moments(*, flush: bool) -> torch.Tensor:
+        kernel = HostAdam(torch.float32, torch.float32, 1)
+        state = [torch.zeros(16), torch.full((16,), 1e-39), torch.zeros(16)]
+        coefficients = [StepCoefficients(0.0, 0.5, 0.5, 0.0, 1.0)]
+        update = WindowUpdate(state, torch.zeros(16), [torch.zeros(16)], coefficients, 1, 1e-8)
+        addresses = WindowAddresses(kernel.window(update), update)
+        pool = Workers(1, Recorder())
+        torch.set_flush_denormal(flush)
+        try:
+            work = UpdateWork(addresses, coefficients, 1, 1e-8, 1.0, bounds_of([slice(0, 16)]))
+            job = Job(work, (), (), pool.handle, deadline=0, step=0, param="w")
+            pool.submit(job)
+            job.wait()
+        finally:
+            torch.set_flush_denormal(False)
+        pool.close()
+        return state[1]
+
+    assert moments(flush=False)[0] > 0
+    assert torch.equal(moments(flush=True), moments(flush=False))
+
+
+SCRIPT = """
+import os, sys, torch
+from tests.runtime.test_workers import Swap
+from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.host.workers import Workers
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.timeline import Timeline
+pool = Workers(2, Recorder())
+jobs = [Swap(pool, *([] if number % 2 else [ThreadTicket()])) for number in range(200)]
+pool.submit(*jobs)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "del pool, jobs",
+        "raise SystemExit(0)",
+        """
+        child = os.fork()
+        if not child:
+            new = Workers(1, Recorder())
+            job = Swap(new)
+            new.submit(job)
+            job.wait()
+            new.close()
+            lost = Swap(pool)
+            try:
+                pool.submit(lost)
+            except RuntimeError:
+                lost.settle()
+            try:
+                jobs[0].wait()
+            except RuntimeError:
+                sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        """,
+    ],
+    ids=["end of the script", "dropped", "exit", "fork"],
+)
+def test_process_ends_with_jobs_in_flight(end: str) -> None:
+    script = SCRIPT + textwrap.dedent(end)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

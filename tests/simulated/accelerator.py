@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from tests.simulated import device_module, streams
+from tests.simulated import library as simulated
 from tests.simulated.simulator import load_simulator
+from zenflow_compile.native import library as native
 from zenflow_compile.runtime.device.device import Device, Streams
 from zenflow_compile.runtime.device.devices import register_device
 
@@ -45,6 +47,10 @@ class SimulatedStreams(Streams):
 
     def write_value(self, stream: Any, address: int, value: int) -> None:
         self._simulator.write_value(stream, address, value)
+
+    def write_by_host(self, stream: Any, address: int, value: int) -> None:
+        launch = simulated.library().address("launch_host_function")
+        assert not native.library().zenflow_write_behind(launch, stream.handle, address, value)
 
     def wait_value(self, stream: Any, address: int, value: int) -> None:
         self._simulator.wait_value(stream, address, value)

@@ -6,7 +6,6 @@ import itertools
 import random
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,11 +34,9 @@ from zenflow_compile.native.library import COUNTER
 from zenflow_compile.runtime.device.copy_lanes import Gate
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
-from zenflow_compile.runtime.host.native_pool import NativeJob
+from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.nvme.state_file import whole_pages
 from zenflow_compile.runtime.parameters import host_weights
-from zenflow_compile.runtime.parameters.host_state import WindowJob
-from zenflow_compile.runtime.parameters.state_exchange import ExchangeJob
 
 SELECTING: dict[str, Any] = {"topk_ratio": 0.25, "workers": 2}
 OPTION_SETS: dict[str, dict[str, Any]] = {
@@ -66,7 +63,6 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
         **SELECTING, "update_interval": 2, "select_strategy": "step", "select_interval": 2, "offload_device": "nvme",
     },
     "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
-    "python workers": {**SELECTING, "update_interval": 2, "staleness": 1, "host_kernel": "aten"},
     "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
     "shared": {**SELECTING, "shared_buffers": True},
     "shared late": {
@@ -80,7 +76,7 @@ WEIGHT_SETS = {
     f"weights {name}": {**OPTION_SETS[name], "offload_weights": 1.0}
     for name in (
         "exact", "windows", "staleness", "late every step", "no overlap", "summed", "int8", "reselect often",
-        "reselect stale", "zero_offload", "twinflow", "files", "zenflow files", "max_grad_norm", "python workers",
+        "reselect stale", "zero_offload", "twinflow", "files", "zenflow files", "max_grad_norm",
         "one upload buffer", "shared",
     )
 } | {
@@ -88,9 +84,6 @@ WEIGHT_SETS = {
     **{
         f"weights in {name}": {**OPTION_SETS[name], "offload_weights": 1.0, "offload_weights_device": "nvme"}
         for name in ("files", "zenflow files")
-    },
-    "weights in aten files": {
-        "policy": "zero_infinity", "host_kernel": "aten", "offload_weights": 1.0, "offload_weights_device": "nvme",
     },
     "weights in stale files": {
         **SELECTING, "update_interval": 2, "staleness": 1, "offload_device": "nvme", "offload_weights": 1.0,
@@ -104,7 +97,7 @@ STATE_SETS = {
     f"bytes {name}": {**OPTION_SETS[name], **_ROUNDED}
     for name in (
         "exact", "windows", "late every step", "int8", "reselect often", "reselect stale", "zero_offload", "twinflow",
-        "zenflow files", "python workers",
+        "zenflow files",
     )
 } | {
     "bytes shared": {**OPTION_SETS["reselect stale"], **_ROUNDED, "shared_buffers": True},
@@ -258,7 +251,7 @@ class Loop:
         self.device = device
         self.model = _ALL_MODELS[case.model]().to(device)
         self.rank = dist.get_rank() if case.ranks > 1 else 0
-        options = {"host_kernel": "native", "min_offload_size": 100, **_ALL_SETS[case.options]}
+        options = {"min_offload_size": 100, **_ALL_SETS[case.options]}
         if "offload_weights" in options:
             host_weights.SMALLEST_WEIGHT_BYTES = 1
         if case.model == "gpt" and "staging_bytes" in options:
@@ -386,7 +379,7 @@ class Loop:
 
 
 class LateInput:
-    """A ticket of one more input of a native job: a value that a late stream writes."""
+    """A ticket of one more input of a job: a value that a late stream writes."""
 
     error = None
 
@@ -406,8 +399,8 @@ class LateInput:
 
 
 @contextmanager
-def late_native_jobs(simulator: Simulator) -> Iterator[None]:
-    """Make every native job late, by one more input."""
+def late_jobs(simulator: Simulator) -> Iterator[None]:
+    """Make every job late, by one more input."""
     device = device_of(simulator.device)
     streams = device.streams
     assert streams is not None
@@ -415,40 +408,17 @@ def late_native_jobs(simulator: Simulator) -> Iterator[None]:
     for stream in late:
         simulator.delay(stream, 0.997)
     flags, values = HostFlags(len(late), device), [itertools.count(1) for _ in late]
-    init = NativeJob.__init__
+    init = Job.__init__
 
-    def with_late_input(job: NativeJob, parts: Any, inputs: Any, *arguments: Any, **keywords: Any) -> None:
+    def with_late_input(job: Job, parts: Any, inputs: Any, *arguments: Any, **keywords: Any) -> None:
         number = random.randrange(len(late))
         flag = Flag(flags, number, next(values[number]))
         flag.write_from(streams, late[number])
         init(job, parts, [*inputs, LateInput(flag)], *arguments, **keywords)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeJob, "__init__", with_late_input)
+        patch.setattr(Job, "__init__", with_late_input)
         yield
-
-
-@contextmanager
-def slow_jobs() -> Iterator[None]:
-    """Make every task of a Python thread's job late."""
-    kinds: tuple[Any, ...] = (WindowJob, ExchangeJob)
-    runs = [kind.run for kind in kinds]
-
-    def late(run: Any) -> Any:
-        def with_delay(job: Any, part: slice) -> int:
-            time.sleep(random.random() * 0.008)
-            count: int = run(job, part)
-            return count
-
-        return with_delay
-
-    for kind, run in zip(kinds, runs, strict=True):
-        kind.run = late(run)
-    try:
-        yield
-    finally:
-        for kind, run in zip(kinds, runs, strict=True):
-            kind.run = run
 
 
 def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) -> Outcome:
@@ -474,9 +444,7 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
             stack.enter_context(torch._inductor.config.patch(inductor.OPTIONS))
         stack.enter_context(hazard())
         if case.delays == "jobs late" and on == "sim":
-            stack.enter_context(slow_jobs())
-            if case.values:
-                stack.enter_context(late_native_jobs(simulator))
+            stack.enter_context(late_jobs(simulator))
         if on == "sim" and case.delays in HELD:
             stack.enter_context(HELD[case.delays].held())
         return _run(case, torch.device("cpu") if on == "cpu" else simulator.device, simulator)

@@ -12,8 +12,6 @@ import pytest
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native.library import COUNTER
 from zenflow_compile.runtime.device.copy_lanes import Gate
-from zenflow_compile.runtime.host.native_pool import NativeJob
-from zenflow_compile.runtime.host.python_pool import PythonJob
 from zenflow_compile.runtime.host.workers import Job
 
 
@@ -80,10 +78,8 @@ class HeldJobs:
     def held(self) -> Iterator[None]:
         """Hold the jobs that the block makes. One that the training thread waits for is held no longer."""
         with pytest.MonkeyPatch.context() as patch:
-            for kind, waits in ((NativeJob, ("_block",)), (PythonJob, ("_block", "settle"))):
-                patch.setattr(kind, "__init__", self._with_input(kind.__init__))
-                for name in waits:
-                    patch.setattr(kind, name, self._released(getattr(kind, name)))
+            patch.setattr(Job, "__init__", self._with_input(Job.__init__))
+            patch.setattr(Job, "_block", self._released(Job._block))
             patch.setattr(ZenFlowAdamW, "step", self._step(ZenFlowAdamW.step))
             yield
 
@@ -101,7 +97,7 @@ class HeldJobs:
         def make(job: Any, work: Any, inputs: Sequence[Any] = (), *arguments: Any, **keywords: Any) -> None:
             held = HeldInput()
             init(job, work, [*inputs, held], *arguments, **keywords)
-            if not (self._in_step and job.kind in self._kinds):
+            if not (self._in_step and work.kind in self._kinds):
                 held.arrive()
             self._made[job] = held
 

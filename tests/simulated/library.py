@@ -89,6 +89,10 @@ class Library:
         function.restype = result
         function.argtypes = arguments
 
+    def address(self, name: str) -> ctypes.c_void_p:
+        """The address of ``sim_<name>``, for native code."""
+        return ctypes.cast(getattr(self._functions, f"sim_{name}"), ctypes.c_void_p)
+
     def ask(self, name: str, *arguments: Any) -> Any:
         """Call a function that cannot fail."""
         return getattr(self._functions, f"sim_{name}")(*arguments)

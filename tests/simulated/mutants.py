@@ -152,7 +152,7 @@ MUTANTS = {
     ),
     "window cleared before its jobs": without(
         HOST + "clear_windows", "job.settle()",
-        # Jobs of Python's threads: while the lanes settle, they wait for native ones.
+        # Else the lanes wait for these jobs while they settle.
         Case("late every step", habit="reload", delays="updates held", values=False),
     ),
     "state saved before its job": without(

@@ -21,8 +21,7 @@ from tests.simulated.process import SimulatedHang, SimulatedProcess
 from tests.simulated.simulator import load_simulator
 from tests.simulated.streams import current_stream
 from tests.support.late_words import LateWord
-from zenflow_compile.runtime.host.native_pool import NativeJob
-from zenflow_compile.runtime.parameters.host_state import WindowJob
+from zenflow_compile.runtime.host.workers import Job
 
 LIMITS = (8, 40, 1000)
 LATE_STEP = 2
@@ -35,17 +34,12 @@ def fill_queue(case: Case, hold_gil: bool) -> bool:
     Returns:
         Whether the weights equal those of the CPU.
     """
-    simulator, init, run, forward = load_simulator(), NativeJob.__init__, WindowJob.run, Loop.loss
+    simulator, init, forward = load_simulator(), Job.__init__, Loop.loss
     expected = train(replace(case, limit=0), "cpu")
 
-    def late_input(job: NativeJob, parts: Any, inputs: Any, *arguments: Any, step: int, **keywords: Any) -> None:
+    def late_input(job: Job, parts: Any, inputs: Any, *arguments: Any, step: int, **keywords: Any) -> None:
         late = [LateWord(JOB_SECONDS)] if step == LATE_STEP else []
         init(job, parts, [*inputs, *late], *arguments, step=step, **keywords)
-
-    def late_run(job: WindowJob, part: slice) -> int:
-        if job.step == LATE_STEP:
-            LateWord(JOB_SECONDS).wait()
-        return run(job, part)
 
     def filling(loop: Loop, step: int) -> Tensor:
         value = forward(loop, step)
@@ -55,14 +49,13 @@ def fill_queue(case: Case, hold_gil: bool) -> bool:
         return value
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeJob, "__init__", late_input)
-        patch.setattr(WindowJob, "run", late_run)
+        patch.setattr(Job, "__init__", late_input)
         patch.setattr(Loop, "loss", filling)
         return train(case).equals(expected)
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("options", ["exact", "python workers", "files"])
+@pytest.mark.parametrize("options", ["exact", "files"])
 @pytest.mark.parametrize("values", [True, False], ids=["values", "no values"])
 @pytest.mark.parametrize("hold_gil", [True, False], ids=["with the GIL", "without"])
 @pytest.mark.parametrize("limit", LIMITS)
@@ -89,7 +82,7 @@ class WordOfPython(LateWord):
 
 
 def let_the_device_wait_for_python(case: Case) -> None:
-    """``fill_queue`` with inputs of native jobs that need the GIL; runs in the child process."""
+    """``fill_queue`` with inputs of jobs that need the GIL; runs in the child process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "LateWord", WordOfPython)
         fill_queue(case, True)

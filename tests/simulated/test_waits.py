@@ -12,8 +12,8 @@ from tests.simulated.cases import Case, Loop
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import Simulator
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host.native_pool import NativeJob, bounds_of
-from zenflow_compile.runtime.parameters.state_exchange import NativeExchange
+from zenflow_compile.runtime.host.workers import Job, bounds_of
+from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork
 
 LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
 
@@ -43,8 +43,8 @@ def check_wait_for_reader(case: Case, simulator: Simulator, *, of_sharer: bool =
     host = offloaded.host
     gate = ThreadTicket()
     state = [torch.zeros(1, 1)] * 3
-    work = NativeExchange(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
-    job = NativeJob(work, (gate,), (), host.native, deadline=0, step=0, param="reader", flag=host.next_flag())
+    work = ExchangeWork(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
+    job = Job(work, (gate,), (), host.pool, deadline=0, step=0, param="reader", flag=host.next_flag())
     offloaded.transport.workers.submit(job)
     index = host.plan.buffer_index(6)
     reader, place = host, index

@@ -31,9 +31,7 @@ def every_case(options: str, model: str, habit: str) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param(name, marks=pytest.mark.long if "aten" in name else ()) for name in WEIGHT_SETS]
-)
+@pytest.mark.parametrize("options", WEIGHT_SETS)
 def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str) -> None:
     """A seeded draw from all models, habits and delays."""
     draw = random.Random(options)

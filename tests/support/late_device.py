@@ -1,11 +1,12 @@
 """The CPU as a device with streams, in this process: operators run at once, and copies of lanes as late as they may.
 
-A copy runs when a thread waits for it, or a few polls later. The simulated accelerator (``tests/simulated``) makes all
-operators late and needs a compiler. This one is for tests that look into the training process.
+A copy runs when a thread waits for it, a few polls later, or 2 ms later. The simulated accelerator
+(``tests/simulated``) makes all operators late. This one is for tests that look into the training process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from zenflow_compile.runtime.device.devices import CpuDevice
 
 _LOCK = threading.RLock()  # of all queues
 _POLLS = 3
+_LATE_SECONDS = 2e-3
 
 
 class LateStream:
@@ -150,6 +152,12 @@ class LateStreams(Streams):
 
     def write_value(self, stream: Any, address: int, value: int) -> None:
         raise NotImplementedError
+
+    def write_by_host(self, stream: LateStream, address: int, value: int) -> None:
+        word = ctypes.c_uint32.from_address(address)
+        stream.queue(lambda: setattr(word, "value", value))
+        # Workers wait for the word without asking the device.
+        threading.Timer(_LATE_SECONDS, stream.run_to, (len(stream.items),)).start()
 
     def wait_value(self, stream: Any, address: int, value: int) -> None:
         raise NotImplementedError

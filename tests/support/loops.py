@@ -24,10 +24,10 @@ STEPS = 12
 ADAM: dict[str, Any] = {"lr": 5e-3, "weight_decay": 0.01, "eps": 1e-3}
 
 # Every matrix is offloaded, and a quarter of its columns is selected.
-PLACEMENT: dict[str, Any] = {"topk_ratio": 0.25, "min_offload_size": 1, "device_share": 0.0, "host_kernel": "native"}
+PLACEMENT: dict[str, Any] = {"topk_ratio": 0.25, "min_offload_size": 1, "device_share": 0.0}
 EXACT: dict[str, Any] = {**PLACEMENT, "update_interval": 1}
 WINDOWED: dict[str, Any] = {**PLACEMENT, "update_interval": 4}
-ZERO_OFFLOAD: dict[str, Any] = {"policy": "zero_offload", "min_offload_size": 1, "host_kernel": "native"}
+ZERO_OFFLOAD: dict[str, Any] = {"policy": "zero_offload", "min_offload_size": 1}
 SUMMED: dict[str, Any] = {**WINDOWED, "accumulate_on_device": True, "full_warm_up_rounds": 100}
 
 INDUCTOR: dict[str, Any] = {"backend": "zenflow"}

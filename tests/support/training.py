@@ -17,7 +17,7 @@ from zenflow_compile import ZenFlowAdamW
 ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
 
 # Every matrix goes to the host, and no kernel is compiled for it.
-OFFLOAD_ALL: dict[str, Any] = {"host_kernel": "native", "min_offload_size": 100, "device_share": 0.0}
+OFFLOAD_ALL: dict[str, Any] = {"min_offload_size": 100, "device_share": 0.0}
 
 # Of the matrices below in bytes, fp32: with a window of so much, every state in a file is read and written at each use.
 LARGEST_STATE = 12 * 32 * 32
@@ -123,12 +123,16 @@ class Delays:
         self._generator = torch.Generator().manual_seed(seed)
         self._longest_ms = longest_ms
 
+    def seconds(self) -> float:
+        """The next length, for one more call."""
+        self.calls += 1
+        return float(torch.rand((), generator=self._generator)) * self._longest_ms / 1000
+
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with a delay before each call."""
 
         def delayed(*args: Any, **keywords: Any) -> Any:
-            self.calls += 1
-            time.sleep(float(torch.rand((), generator=self._generator)) * self._longest_ms / 1000)
+            time.sleep(self.seconds())
             return function(*args, **keywords)
 
         return delayed

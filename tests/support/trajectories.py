@@ -24,7 +24,7 @@ from zenflow_compile.timeline import D2H, Timeline
 ADAM = {"lr": 1e-3, "weight_decay": 0.01}
 
 # Every matrix is offloaded, and no host kernel is compiled.
-OFFLOAD_ALL = {"host_kernel": "native", "min_offload_size": 100, "device_share": 0.0}
+OFFLOAD_ALL = {"min_offload_size": 100, "device_share": 0.0}
 
 
 @dataclass

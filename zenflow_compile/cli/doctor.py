@@ -19,6 +19,7 @@ from rich.table import Table
 
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure.this_machine import DiskRates, disk_rates
+from zenflow_compile.native.build import BuildError
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of, device_types, implementation_of
 from zenflow_compile.runtime.device.stream_flags import make_flags
@@ -32,6 +33,7 @@ from zenflow_compile.runtime.host.cores import (
     physical_cores,
     worker_count,
 )
+from zenflow_compile.runtime.host.host_adam import check_native_code
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.torch_internals import torch_private
 
@@ -57,7 +59,7 @@ class MachineFindings:
         cache_bytes: of the last level.
         memory_bytes: memory that this process can still use; ``memory_limit`` names the limit.
         lockable_bytes: RLIMIT_MEMLOCK; None without a limit.
-        compiler: C++ compiler of the fused host kernel; None if there is none.
+        compiler: C++ compiler of host updates; None if there is none.
         abilities: what the device's driver and the system allow, with what is lost where they do not.
         versions: of the software that the measurements depend on.
         ranks: what each of so many processes has, as a launcher would start them here.
@@ -81,14 +83,12 @@ class Findings:
     """The measurements; all rates per second.
 
     Attributes:
-        kernel: the host kernel behind ``HostRates.adam``.
         device: AdamW on a tenth of a matrix's columns; resident: on all of a parameter.
         matmul_flops: FLOP/s of a large product of bf16 matrices on the device.
         disk: None without a directory to measure.
     """
 
     machine: MachineFindings
-    kernel: str
     host: list[bandwidth.HostRates]
     link: list[bandwidth.LinkRates]
     device: bandwidth.DeviceRate
@@ -113,12 +113,13 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"--megabytes {options.megabytes} must be in [1, {available}], the available memory")
     try:
         device = _device(options.device)
+        check_native_code()
         disk = None if options.nvme_path is None else disk_rates(options.nvme_path)
-    except ValueError as error:
+    except (ValueError, BuildError) as error:
         parser.error(str(error))
     total_bytes = bandwidth.default_bytes() if options.megabytes is None else options.megabytes << 20
     console = Console(stderr=options.json)  # standard output is for JSON alone
-    with console.status("Measuring; the fused host kernel may have to be compiled first"):
+    with console.status("Measuring"):
         findings = measure(device, threads, total_bytes, options.rounds, disk, ranks=options.ranks)
     if options.json:
         json.dump(asdict(findings), sys.stdout, indent=2)
@@ -147,7 +148,6 @@ def measure(
     """
     return Findings(
         machine=machine(device, ranks),
-        kernel=bandwidth.host_kernel().name,
         host=[bandwidth.host_rates(count, total_bytes, rounds) for count in threads],
         link=bandwidth.link_rates(device, min(bandwidth.default_link_bytes(), total_bytes), rounds),
         device=bandwidth.device_rate(device, rounds),
@@ -161,8 +161,12 @@ def quick_findings(nvme_path: str | None) -> dict[str, Any]:
     """The output of ``doctor --json`` for one worker and for all, in fewer rounds.
 
     Raises:
-        ValueError: ``nvme_path`` cannot be used.
+        ValueError: ``nvme_path`` cannot be used, or there is no C++ compiler.
     """
+    try:
+        check_native_code()
+    except BuildError as error:
+        raise ValueError(str(error)) from None
     disk = None if nvme_path is None else disk_rates(nvme_path)
     cores = len(physical_cores())
     found = measure(_device(None), sorted({1, cores}), bandwidth.default_bytes(), _QUICK_ROUNDS, disk)
@@ -214,14 +218,14 @@ def tables(findings: Findings) -> list[Table]:
         ("last-level cache", _gib(has.cache_bytes)),
         ("usable memory", f"{_gib(has.memory_bytes)} ({has.memory_limit})"),
         ("lockable memory", "no limit" if has.lockable_bytes is None else f"{_gib(has.lockable_bytes)} (ulimit -l)"),
-        ("C++ compiler", has.compiler or 'none: host updates fall back to the slower "aten" kernel'),
+        ("C++ compiler", has.compiler or "none"),
         ("device", has.device),
         *has.abilities.items(),
         ("versions", ", ".join(f"{name} {number}" for name, number in has.versions.items())),
     ):
         about.add_row(name, value)
     memory = _table(
-        f"Host memory, GB/s; kernel {findings.kernel}",
+        "Host memory, GB/s",
         "bytes read and written; no write-allocate",
         ("threads", "copy_", "add_ in place", "Adam, 4 x bf16", "of copy_", "M parameters/s"),
     )

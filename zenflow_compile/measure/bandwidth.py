@@ -29,7 +29,7 @@ from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.slice_state import SliceState
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, make_host_adam
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
 from zenflow_compile.torch_internals import torch_private
 
 WINDOW_GRADIENTS = 4
@@ -129,20 +129,12 @@ def host_rates(threads: int, total_bytes: int, rounds: int) -> HostRates:
         rounds: at most; their medians count, and one more comes before them.
     """
     cores = choose_cores(physical_cores(), threads, {})
-    host = HostMemory(total_bytes, threads, host_kernel())
+    host = HostMemory(total_bytes, threads, HostAdam(torch.bfloat16, torch.bfloat16, WINDOW_GRADIENTS))
     _in_threads(cores, host.fill)
     works = {"copy": host.copy, "add": host.add, "adam": host.adam}
     seconds = in_turns({name: partial(_in_threads, cores, work) for name, work in works.items()}, rounds)
     copied, added, updated = (host.elements / median(seconds[name]) for name in works)  # per second
     return HostRates(threads, 8 * copied, 12 * added, ADAM_BYTES * updated, updated)
-
-
-@cache  # one compilation for all thread counts
-def host_kernel() -> HostAdam:
-    """The host kernel to measure: that of ``host_kernel="auto"``. May compile for seconds."""
-    return make_host_adam(
-        "auto", gradient_dtype=torch.bfloat16, out_dtype=torch.bfloat16, max_gradients=WINDOW_GRADIENTS
-    )
 
 
 def link_rates(device: torch.device, size_bytes: int, rounds: int) -> list[LinkRates]:

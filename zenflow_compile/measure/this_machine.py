@@ -23,10 +23,10 @@ from zenflow_compile.planning.planners import OFFLOADABLE_DTYPES
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory
 from zenflow_compile.runtime.host.cores import physical_cores
-from zenflow_compile.runtime.host.host_adam import make_host_adam
-from zenflow_compile.runtime.host.python_pool import PythonPool
+from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.scratch_files import FILE_THREADS
-from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, memory_of
+from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes, worker_cores
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.min_window import host_rate
@@ -58,8 +58,7 @@ def disk_rates(directory: str) -> DiskRates:
         ValueError: it cannot be used, see ``ScratchDirectory``; or a read or write failed.
     """
     arena = HostArena(FILE_THREADS * PIECE_BYTES)
-    memory = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(FILE_THREADS)]  # outlives the views
-    buffers = [memory_of(piece) for piece in memory]
+    buffers = [arena.take((PIECE_BYTES,), uint8).fill_(1) for _ in range(FILE_THREADS)]
     scratch = ScratchDirectory(directory)
     try:
         free = scratch.free_bytes()
@@ -81,12 +80,12 @@ def disk_rates(directory: str) -> DiskRates:
     )
 
 
-def _move(transfer: Callable[[int, memoryview], int], buffers: list[memoryview], pieces: int) -> tuple[int, float]:
+def _move(transfer: Callable[[int, Tensor], int], buffers: list[Tensor], pieces: int) -> tuple[int, float]:
     """Move up to ``pieces`` pieces until the time is over. Returns their number and the seconds."""
     numbers = count()
     begin = time.perf_counter()
 
-    def run(buffer: memoryview) -> int:
+    def run(buffer: Tensor) -> int:
         moved = 0
         while (number := next(numbers)) < pieces and time.perf_counter() - begin < _BUDGET_SECONDS:
             transfer(number * PIECE_BYTES, buffer)
@@ -107,7 +106,7 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     device, and the memory of ``params`` there. If the device is the CPU, both memories are the same one.
 
     Args:
-        options: workers, host kernel, update window and ``nvme_path``; without a path no disk is measured.
+        options: workers, update window and ``nvme_path``; without a path no disk is measured.
         params: of the optimizer, all on one device.
 
     Raises:
@@ -150,9 +149,9 @@ def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores
     plan = ParamPlan(
         index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps
     )
-    kernel = make_host_adam(options.host_kernel, gradient_dtype=dtype, out_dtype=dtype, max_gradients=steps)
-    pool = PythonPool(len(cores), Recorder(), cores)
+    kernel = HostAdam(dtype, dtype, steps)
+    workers = Workers(len(cores), Recorder(), cores)
     try:
-        return host_rate(kernel, plan, pool)
+        return host_rate(kernel, plan, workers)
     finally:
-        pool.close()
+        workers.close()

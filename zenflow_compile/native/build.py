@@ -64,7 +64,11 @@ def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
     compiler = torch_private.cpp_compiler()
     if compiler is None:
         given = f" (CXX is {printable(os.environ['CXX'])})" if os.environ.get("CXX") else ""
-        raise BuildError(f"no C++ compiler was found{given}: install g++, or set CXX")
+        raise BuildError(
+            f"no C++ compiler was found{given}: host updates are C++ code, compiled at its first use, as that of "
+            "torch.compile is. Install the package g++ (apt-get install g++; dnf install gcc-c++), or set CXX to the "
+            "command of a compiler"
+        )
     path = cache_folder() / f"{Path(source).stem}-{_key(compiler, flags)}.so"
     if _is_ours(path.parent, stat.S_ISDIR) and _is_ours(path, stat.S_ISREG):
         try:
@@ -166,7 +170,7 @@ def _cpu() -> str:
 @cache  # warn once per process
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"the compiled host kernel cannot be kept ({printable(reason)}): every process compiles it anew, which takes "
+        f"the compiled host updates cannot be kept ({printable(reason)}): every process compiles it anew, which takes "
         "seconds; set XDG_CACHE_HOME to a folder that can be written",
         RuntimeWarning,
         stacklevel=user_stacklevel(),

@@ -3,6 +3,18 @@
 
 namespace zenflow {
 
+struct LateWrite {
+  uint32_t* word;
+  uint32_t value;
+};
+
+// A thread of the driver calls it. It must not block: all host functions of a context may share that thread.
+void write_late(void* given) {
+  const LateWrite* const write = static_cast<LateWrite*>(given);
+  __atomic_store_n(write->word, write->value, __ATOMIC_RELEASE);
+  delete write;
+}
+
 void update_plain(const UpdateWindow& window, const PlainState& state, int64_t begin, int64_t end) {
   switch (window.out_dtype) {
     case kFloat32: return update_any<Float32>(window, state, begin, end);
@@ -64,6 +76,11 @@ void zenflow_update(const zenflow::UpdateWindow* window, int64_t begin, int64_t 
   zenflow::update_window(*window, begin, end);
 }
 
+// As a job does, in the calling thread.
+int64_t zenflow_move_chunk(zenflow::Transfer* transfer, int write) {
+  return write ? zenflow::write_chunk(*transfer) : zenflow::read_chunk(*transfer);
+}
+
 // CRC-32 of bytes, as a transfer takes it.
 uint32_t zenflow_crc32(const unsigned char* bytes, int64_t count) { return zenflow::crc32(bytes, count, 0); }
 
@@ -97,6 +114,15 @@ int zenflow_wait(Pool* pool, const Job* job, int settled, int64_t timeout_ns) {
 
 // After a plain load of a state, and before what it stands for is read: what a load with acquire does by itself.
 void zenflow_acquire() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
+
+// Has the driver write a word of host memory when a stream gets there. `launch` is cuLaunchHostFunc, or like it. Returns
+// its error.
+int zenflow_write_behind(int (*launch)(void*, void (*)(void*), void*), void* stream, uint32_t* word, uint32_t value) {
+  auto* const write = new (std::nothrow) zenflow::LateWrite{word, value};
+  const int error = write ? launch(stream, zenflow::write_late, write) : ENOMEM;
+  if (error) delete write;
+  return error;
+}
 
 // Both end the threads, and may be repeated. The pool is never freed: a thread may still be in zenflow_wait.
 int zenflow_close(Pool* pool, int64_t timeout_ns) { return pool->close(timeout_ns); }

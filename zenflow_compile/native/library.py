@@ -167,6 +167,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "zenflow_bytes": (ctypes.c_int64, (ctypes.c_int,)),
         "zenflow_update": (None, (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)),
         "zenflow_crc32": (ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_int64)),
+        "zenflow_move_chunk": (ctypes.c_int64, (ctypes.POINTER(Transfer), ctypes.c_int)),
         "zenflow_open": (
             ctypes.c_int,
             (ctypes.POINTER(pool), ctypes.c_int, ctypes.POINTER(ctypes.c_int32), ctypes.c_int64, ctypes.c_char_p),
@@ -175,6 +176,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
         "zenflow_abort": (None, (pool, job)),
         "zenflow_wait": (ctypes.c_int, (pool, job, ctypes.c_int, ctypes.c_int64)),
         "zenflow_acquire": (None, ()),
+        "zenflow_write_behind": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32)),
         "zenflow_close": (ctypes.c_int, (pool, ctypes.c_int64)),
         "zenflow_end": (None, (pool,)),
     }  # fmt: skip

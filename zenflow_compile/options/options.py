@@ -200,8 +200,6 @@ class Options:
             under ``nvme_path``, behind a part of ``host_window_bytes``, if their state is in files, too.
         device_memory_bytes: Device memory, in bytes, that this process may use. Only ``offload_weights="auto"`` reads
             it. None: what is free when the engine is built, plus what PyTorch has reserved.
-        host_kernel: Host Adam: ``"native"`` (one fused loop in C++; needs a C++ compiler), ``"aten"``
-            (``torch._fused_adamw_``, slower), or ``"auto"``: the first if it compiles.
     """
 
     policy: str = _choice("zenflow", *POLICIES)
@@ -248,7 +246,6 @@ class Options:
     offload_weights: float | Literal[False, "auto"] = _option(False, _check_weights)
     offload_weights_device: str = _choice("cpu", *OFFLOAD_DEVICES)
     device_memory_bytes: int | None = _integer(None, 1, unless=(None,))
-    host_kernel: Literal["auto", "native", "aten"] = _choice("auto", "auto", "native", "aten")
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -142,7 +142,7 @@ class StepRunner(OptimizerRuntime):
         """Return whether the step has to look for what failed before it begins."""
         transport = self.registry.transport
         lanes = transport.to_host.failed or transport.to_device.failed
-        in_files = transport.files is not None and transport.files.files.failed
+        in_files = transport.files is not None and transport.files.files.threads.failed
         return lanes or transport.workers.failed or in_files or transport.interrupted
 
     def _keep_fitting(self, fitting: Mapping[int, str]) -> None:

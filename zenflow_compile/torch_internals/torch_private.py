@@ -63,38 +63,6 @@ def _openmp() -> ctypes.PyDLL | None:
     return library
 
 
-def fused_adamw_(
-    param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grads: Sequence[Tensor],
-    step: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-) -> None:
-    """Apply ``grads`` one after another to one fp32 parameter, in place, in one call that releases the GIL.
-
-    Bias correction uses ``step`` for all of them. The kernel processes its lists in order, so they may contain a tensor
-    several times. Seen in torch 2.11 and 2.13.
-    """
-    count = len(grads)
-    torch._fused_adamw_(
-        [param] * count, list(grads), [exp_avg] * count, [exp_avg_sq] * count, [], [step] * count,
-        amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-    )  # fmt: skip
-
-
-def copy_and_scale_(targets: list[Tensor], sources: list[Tensor], scales: list[float] | None) -> None:
-    """``target = source * scale`` for each, computed in the target's dtype. Seen in torch 2.11 and 2.13."""
-    torch._foreach_copy_(targets, sources)
-    if scales is not None:
-        torch._foreach_mul_(targets, scales)
-
-
 def inductor_option_names() -> frozenset[str]:
     """Names of Inductor's settings, such as ``"triton.cudagraphs"``. Seen in torch 2.11 and 2.13."""
     from torch._inductor import list_options

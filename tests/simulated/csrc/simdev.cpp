@@ -279,6 +279,16 @@ int sim_wait_value(int64_t stream, uintptr_t address, uint32_t value, int inside
   });
 }
 
+// As cuLaunchHostFunc: a thread of the driver calls the function, behind the stream's earlier work.
+int sim_launch_host_function(void* stream, void (*function)(void*), void* data) {
+  return guarded([&] {
+    Item item;
+    item.name = "host function";
+    item.run = [function, data] { function(data); };
+    Queues::get().launch(reinterpret_cast<int64_t>(stream), std::move(item));
+  });
+}
+
 int sim_register(uintptr_t address, uint64_t bytes) {
   return guarded([&] { HostMemory::get().add_range(address, bytes); });
 }

@@ -33,8 +33,8 @@ from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.gradients.compression import Residual
 from zenflow_compile.runtime.gradients.window_sum import WindowSum
-from zenflow_compile.runtime.host.compressed_block import scales_and_values
-from zenflow_compile.runtime.host.python_pool import PythonJob
+from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.sharding import LocalShard
@@ -404,7 +404,7 @@ def _load_offloaded(
     if (residual := _residual(offloaded)) is not None:
         residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
     for visible_at, upload in zip(flushed, uploads, strict=True):
-        job = PythonJob((), deadline=0, step=engine.step, param=plan.name)
+        job = Job.ended(step=engine.step, param=plan.name)
         host.flushed.append(FlushedWindow(job=job, upload=upload, flushed_at=engine.step - 1, visible_at=visible_at))
     if "schedule" in entry:
         schedule = [None if value == NONE else value for value in entry["schedule"].tolist()]

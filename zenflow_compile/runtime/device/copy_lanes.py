@@ -68,11 +68,11 @@ class Ticket(Protocol):
         ...
 
     def gate(self) -> Gate:
-        """What native threads wait for; only where the lane has gates."""
+        """What native threads wait for."""
         ...
 
     def settled_gate(self) -> Gate:
-        """What native threads wait for until the copy ``is_settled``; only where the lane has gates."""
+        """What native threads wait for until the copy ``is_settled``."""
         ...
 
 
@@ -116,11 +116,6 @@ class CopyLane(Protocol):
     @property
     def failed(self) -> bool:
         """Whether a copy has failed, as far as its ticket says so."""
-        ...
-
-    @property
-    def has_gates(self) -> bool:
-        """Whether native threads can wait for its copies."""
         ...
 
     def start(self) -> None:

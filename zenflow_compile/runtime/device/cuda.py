@@ -72,6 +72,10 @@ class CudaStreams(Streams):
         with self._on_device():
             cuda_driver.write_value(stream.cuda_stream, address, value)  # type: ignore[attr-defined]
 
+    def write_by_host(self, stream: Stream, address: int, value: int) -> None:
+        with self._on_device():
+            cuda_driver.write_by_host(stream.cuda_stream, address, value)  # type: ignore[attr-defined]
+
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         with self._on_device():
             cuda_driver.wait_value(stream.cuda_stream, address, value)  # type: ignore[attr-defined]

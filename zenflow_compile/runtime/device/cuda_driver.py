@@ -1,12 +1,15 @@
 """Calls of the CUDA driver that PyTorch does not offer, through ``cuda-bindings``, which its CUDA builds install.
 
-Where the bindings are missing, :func:`has_bindings` is False and nothing else in here may be called.
+Where the bindings are missing, :func:`has_bindings` is False, and only :func:`write_by_host` may be called.
 """
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from typing import Any
+
+from zenflow_compile.native.library import library
 
 
 @cache
@@ -30,6 +33,23 @@ def write_value(stream: int, address: int, value: int) -> None:
 
     default = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
     _check("cuStreamWriteValue32", driver.cuStreamWriteValue32(stream, address, value, default))
+
+
+def write_by_host(stream: int, address: int, value: int) -> None:
+    """``cuLaunchHostFunc`` of a native function that writes ``value`` to ``address``, after all earlier work.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    error = library().zenflow_write_behind(_launch_host_func(), stream, address, value)
+    if error:
+        raise RuntimeError(f"cuLaunchHostFunc: error {error}")
+
+
+@cache
+def _launch_host_func() -> ctypes.c_void_p:
+    # The library of the driver, which PyTorch has loaded.
+    return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc, ctypes.c_void_p)
 
 
 def wait_value(stream: int, address: int, value: int) -> None:

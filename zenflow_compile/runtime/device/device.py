@@ -44,7 +44,7 @@ class Streams(ABC):
     not, those of ``torch.cuda`` do.
 
     Attributes:
-        has_values: whether a stream can write and wait for numbers in host memory.
+        has_values: whether a stream itself can write numbers to host memory, and wait for them.
     """
 
     has_values: bool
@@ -89,6 +89,10 @@ class Streams(ABC):
         Raises:
             RuntimeError: the driver refuses.
         """
+
+    @abstractmethod
+    def write_by_host(self, stream: Stream, address: int, value: int) -> None:
+        """Like ``write_value``, by a thread of the driver, which needs no GIL. Works without ``has_values``."""
 
     @abstractmethod
     def wait_value(self, stream: Stream, address: int, value: int) -> None:

@@ -3,7 +3,11 @@
 An event cannot say that a worker thread will be done: a stream passes an event that was not recorded yet at once. A
 counter in pinned memory can: a stream stops at ``wait_on`` until a thread has raised the counter, and a thread sees in
 it what a stream has written. Both are operations of the stream (on CUDA ``cuStreamWaitValue32`` and
-``cuStreamWriteValue32``), so that the thread that queues them goes on.
+``cuStreamWriteValue32``), so that the thread that queues them goes on. Where the driver has no such operations, a
+thread of its own writes, and threads wait in place of streams.
+
+[Note: host functions] That thread of the driver may run the functions of all streams, one after another. So ours never
+wait: one that waited for a job would keep back the write that the job waits for.
 
 [Note: progress] A stream that waits may stall the streams that share its hardware queue. So a stream that waits for a
 thread has another priority than the stream whose copies that thread needs.
@@ -29,15 +33,35 @@ class HostFlags:
     Args:
         count: number of counters.
         device: its streams use them.
+
+    Attributes:
+        awaitable: streams can wait for them, and write them without a thread of the driver.
     """
 
     def __init__(self, count: int, device: Device) -> None:
-        self._memory = device.host_zeros((count,), torch.int32)
+        self._memory = device.host_zeros((max(1, count),), torch.int32).zero_()
         self._address = self._memory.data_ptr()
         self.fence = threading.Lock()
+        streams = device.streams
+        self.awaitable = streams is not None and streams.has_values
+        if streams is not None and self.awaitable:
+            self.awaitable = self._work_with(streams)
 
-    def __len__(self) -> int:
-        return self._memory.numel()
+    def _work_with(self, streams: Streams) -> bool:
+        stream = streams.acquire(urgent=False)
+        try:
+            one = Flag(self, 0, 1)
+            Flag(self, 0, 0).wait_on(streams, stream)
+            one.write_from(streams, stream)
+            stream.synchronize()
+        except (RuntimeError, ImportError, AttributeError):  # no such driver, or bindings of another version
+            return False
+        finally:
+            streams.release(stream, urgent=False)
+            reached = one.reached()
+            # Back to zero: users count from 1, and their first value would count as reached.
+            Flag(self, 0, 0).raise_it()
+        return reached
 
     def address(self, counter: int) -> int:
         """Where counter number ``counter`` is in host memory."""
@@ -90,7 +114,8 @@ class Flag:
 
     def write_from(self, streams: Streams, stream: Stream) -> None:
         """Make ``stream`` set the counter to the value when it gets there."""
-        streams.write_value(stream, self.address, self.value)
+        write = streams.write_value if self._flags.awaitable else streams.write_by_host
+        write(stream, self.address, self.value)
 
     def wait_on(self, streams: Streams, stream: Stream) -> None:
         """Make ``stream`` wait at this place until the value is reached."""
@@ -98,23 +123,6 @@ class Flag:
 
 
 def make_flags(count: int, device: Device) -> HostFlags | None:
-    """Make flags for ``device``; None where its driver has no such operations, and threads must wait instead."""
-    streams = device.streams
-    if streams is None or not streams.has_values:
-        return None
-    stream = streams.acquire(urgent=False)
-    try:
-        flags = HostFlags(max(1, count), device)
-        one = Flag(flags, 0, 1)
-        Flag(flags, 0, 0).wait_on(streams, stream)
-        one.write_from(streams, stream)
-        stream.synchronize()
-    except (RuntimeError, ImportError, AttributeError):  # no such driver, or bindings of another version
-        return None
-    finally:
-        streams.release(stream, urgent=False)
-    if not one.reached():
-        return None
-    # Back to zero: users count from 1, and their first value would count as reached.
-    Flag(flags, 0, 0).raise_it()
-    return flags
+    """Make flags that streams of ``device`` can wait for; None where threads must wait instead."""
+    flags = HostFlags(count, device)
+    return flags if flags.awaitable else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from zenflow_compile.native.library import COUNTER
 from zenflow_compile.runtime.device.copy_lanes import Gate, HostWork, Ticket, Users
 from zenflow_compile.runtime.device.device import Device, Streams
-from zenflow_compile.runtime.device.stream_flags import Flag, make_flags
+from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline import DeviceEvent
 
@@ -20,9 +20,7 @@ _POLL_EVENT_SECONDS = 1.0
 class StreamTicket:
     """A copy on a stream."""
 
-    def __init__(
-        self, streams: Streams, end: DeviceEvent, tensors: tuple[Tensor, Tensor] | None, flag: Flag | None
-    ) -> None:
+    def __init__(self, streams: Streams, end: DeviceEvent, tensors: tuple[Tensor, Tensor] | None, flag: Flag) -> None:
         self._streams = streams
         self._end = end
         self._tensors = tensors  # keeps both buffers alive while the copy is in flight
@@ -40,8 +38,6 @@ class StreamTicket:
         Raises:
             RuntimeError: the device has died, which is asked from time to time.
         """
-        if self._flag is None:
-            return self._end.query()
         if self._flag.reached():
             return True
         if (now := time.monotonic()) >= self._ask_device_at:
@@ -50,19 +46,14 @@ class StreamTicket:
         return False
 
     def wait(self) -> None:
-        if self._flag is None:
-            self._end.synchronize()
-        else:
-            while not self._flag.wait(_POLL_EVENT_SECONDS):
-                # Raises if the device died: then the flag is never raised.
-                self._end.query()
+        while not self._flag.wait(_POLL_EVENT_SECONDS):
+            self._end.query()  # raises if the device died: then the flag is never raised
         self._tensors = None
 
     def settle(self) -> None:
         self._end.synchronize()
 
     def gate(self) -> Gate:
-        assert self._flag is not None, "ask has_gates first"
         return Gate(self._flag.address, self._flag.value, COUNTER)
 
     def settled_gate(self) -> Gate:
@@ -79,8 +70,8 @@ class StreamTicket:
 class StreamLane:
     """A lane of a device with streams: one stream.
 
-    Where the driver has stream memory operations, the stream raises a flag after every copy, so that workers need no
-    call of the driver to see that it is done, and the stream itself waits for the flags of jobs.
+    The stream raises a flag after every copy, so that workers need no call of the driver to see that it is done. Where
+    the driver has stream memory operations, it waits for the flags of jobs itself.
 
     Attributes:
         stream: in which copies run.
@@ -94,7 +85,7 @@ class StreamLane:
         self._urgent = name == "H2D"
         self.stream = streams.acquire(urgent=self._urgent)
         self._recorder = recorder
-        self._flags = make_flags(1, device)
+        self._flags = HostFlags(1, device)
         self._copies = 0
         self._closed = False
 
@@ -139,11 +130,6 @@ class StreamLane:
         return StreamTicket(streams, end, (target, source), self._raise_flag())
 
     @property
-    def has_gates(self) -> bool:
-        """Whether the stream can write values."""
-        return self._flags is not None
-
-    @property
     def failed(self) -> bool:
         """False: the device reports a failed copy itself, from the next call that waits."""
         return False
@@ -165,9 +151,7 @@ class StreamLane:
         """Always False: a stream is no thread."""
         return False
 
-    def _raise_flag(self) -> Flag | None:
-        if self._flags is None:
-            return None
+    def _raise_flag(self) -> Flag:
         self._copies += 1
         flag = Flag(self._flags, 0, self._copies)
         # Queued after the copy, and the stream keeps the order: a thread that sees the value sees the copied bytes.

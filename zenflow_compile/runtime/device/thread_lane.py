@@ -14,7 +14,6 @@ from torch import Tensor
 
 from zenflow_compile.native.library import COUNTER, DONE, FAILED, PENDING, STATE
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Gate, HostWork, Ticket, Users
-from zenflow_compile.runtime.device.latch import Latch
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -23,13 +22,21 @@ INLINE_BYTES = 1 << 16
 and two switches of the GIL, some 20 us, in which a core copies as much."""
 
 
-class ThreadTicket(Latch):
-    """A copy by a host thread."""
+class ThreadTicket:
+    """A copy by a host thread. A lock and two words: making a ``threading.Event`` takes ten times as long.
 
-    __slots__ = ("_state",)
+    Attributes:
+        is_set: the copy has ended; reading it takes no lock.
+        error: why it has failed; None before the end, and after a success.
+    """
+
+    __slots__ = ("_gate", "_state", "error", "is_set")
 
     def __init__(self) -> None:
-        super().__init__()
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self.is_set = False
+        self.error: BaseException | None = None
         self._state = ctypes.c_uint32(PENDING)
 
     @classmethod
@@ -40,8 +47,12 @@ class ThreadTicket(Latch):
         return ticket
 
     def set(self, error: BaseException | None = None) -> None:
-        super().set(error)
-        # Orders the copied bytes before the state, as in ``Flag.raise_it``: ``Latch.set`` has released this lock.
+        """Release all waiting threads. Idempotent; two threads must not call it at the same time."""
+        if not self.is_set:
+            # No call between these lines: an interrupt cannot leave a copy that has ended, whose waiters sleep.
+            self.error, self.is_set = error, True
+            self._gate.release()
+        # Orders the copied bytes before the state, as in ``Flag.raise_it``.
         with self._gate:
             self._state.value = DONE if self.error is None else FAILED
 
@@ -59,8 +70,7 @@ class ThreadTicket(Latch):
         return self.is_set and self.error is None
 
     def wait(self) -> None:
-        if not self.is_set:
-            super().wait()
+        self.settle()
         if self.error is not None:
             raise CopyError(
                 "an asynchronous copy between device and host failed; load the last saved state, or start anew"
@@ -69,7 +79,9 @@ class ThreadTicket(Latch):
     wait_on_device = wait
 
     def settle(self) -> None:
-        super().wait()
+        if not self.is_set:
+            with self._gate:  # each waiting thread lets the next one pass
+                pass
 
 
 class _Copy(NamedTuple):
@@ -90,8 +102,6 @@ class ThreadLane:
         failed: a copy has failed.
         inline_bytes: size up to which copies run at once in the calling thread.
     """
-
-    has_gates = True
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.failed = False

@@ -11,7 +11,7 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.late_number import on_device
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.host.compressed_block import scales_and_values
+from zenflow_compile.runtime.host.host_adam import scales_and_values
 
 
 @dataclass(slots=True)

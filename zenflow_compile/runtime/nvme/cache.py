@@ -178,7 +178,7 @@ class NvmeCache:
             self._arena, self._memory, self.pinned = arena, memory, pinned
             old.close()
         # Hazard: a copy from unpinned memory reads it when it is queued. A wait of the stream would come too late.
-        if self._device is not None and self.pinned and self.files.native is not None:
+        if self._device is not None and self.pinned:
             flags = make_flags(len(chunks), self._device)
             for number, chunk in enumerate(chunks):
                 chunk.flags = None if flags is None else (flags, number)
@@ -431,8 +431,8 @@ class NvmeCache:
         chunk.transfers = [each for each in chunk.transfers if not each.is_settled]
         behind = list(dict.fromkeys((*place.unsettled(), *chunk.transfers)))  # see [Note: one transfer]
         job = make_transfer(
-            chunk, kind, place.memory, self.files.native, after=after, behind=behind, step=step, deadline=deadline,
-            flag=chunk.next_flag() if kind == "read" else None,
+            chunk, kind, place.memory, self.files.threads.handle, after=after, behind=behind,
+            step=step, deadline=deadline, flag=chunk.next_flag() if kind == "read" else None,
         )  # fmt: skip
         self._unqueued = [*self._unqueued, job]
         place.users.append(job)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-from typing import Any
 
-from zenflow_compile.runtime.host.native_pool import NativePool
-from zenflow_compile.runtime.host.python_pool import PythonPool
-from zenflow_compile.runtime.host.workers import Pool
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 from zenflow_compile.runtime.recorder import Recorder
 
@@ -25,10 +21,8 @@ class ScratchFiles:
 
     Args:
         path: ``nvme_path``.
-        native: native threads move chunks, for native jobs.
 
     Attributes:
-        native: the pool of native threads; None: Python's threads move chunks.
         threads: that read and write.
         directory: has the files.
 
@@ -36,25 +30,9 @@ class ScratchFiles:
         ValueError: the directory cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], recorder: Recorder, *, native: bool) -> None:
-        name = "zenflow-file"
-        self.native = NativePool(FILE_THREADS, recorder, name=name, poll_ns=_POLL_NS) if native else None
-        self.threads: Pool[Any] = self.native or PythonPool(FILE_THREADS, recorder, name=name)
+    def __init__(self, path: str | os.PathLike[str], recorder: Recorder) -> None:
+        self.threads = Workers(FILE_THREADS, recorder, name="zenflow-file", poll_ns=_POLL_NS)
         self.directory = ScratchDirectory(path)  # last: nothing after it can fail and leave the directory locked
-
-    @property
-    def failed(self) -> bool:
-        """Whether a read or a write has failed."""
-        self.threads.land()
-        return self.threads.failed
-
-    def land(self) -> None:
-        """Record the reads and writes that have ended since."""
-        self.threads.land()
-
-    def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is one of these, so that it cannot wait for their work."""
-        return self.threads.runs(thread)
 
     def close(self) -> None:
         """Stop the threads and remove the files, behind ``close`` of the caches. Idempotent."""

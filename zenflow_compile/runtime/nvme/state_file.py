@@ -29,16 +29,13 @@ import os
 import reprlib
 import stat
 import warnings
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.native.library import FileChunk
+from zenflow_compile.native.library import OTHER_CHECKSUM, FileChunk, Transfer, library
 
 PAGE_BYTES = 4096
 """The alignment of direct I/O; a multiple of the logical block of every common disk."""
@@ -227,60 +224,34 @@ class StateFile:
         """The chunk at ``offset``, for native threads. It is valid while ``opened`` is open."""
         return FileChunk(file=self._file, direct=self.direct, offset=PAGE_BYTES + offset, size=size)
 
-    def write(self, offset: int, memory: memoryview) -> int:
-        """Write a chunk of whole pages from page-aligned memory; returns its checksum.
+    def write(self, offset: int, memory: Tensor) -> int:
+        """Write a chunk of whole pages, u8[size], from page-aligned memory, without the GIL; returns its checksum.
 
         Raises:
             OSError: it was not written.
         """
-        checksum = 0
-        for begin in range(0, len(memory), PIECE_BYTES):
-            piece = memory[begin : begin + PIECE_BYTES]
-            # The checksum and the disk get the same bytes: no other job may change them until this one is settled.
-            checksum = zlib.crc32(piece, checksum)
-            _move(os.pwritev, self._file, piece, PAGE_BYTES + offset + begin)
-        if not self.direct:
-            os.fdatasync(self._file)
-            self._drop_cached(offset, len(memory))
-        return checksum
+        return self._move(offset, memory, write=True)
 
-    def read(self, offset: int, memory: memoryview) -> int:
-        """Read a chunk of whole pages into page-aligned memory; returns the checksum of its content.
+    def read(self, offset: int, memory: Tensor) -> int:
+        """Read a chunk of whole pages into page-aligned memory, u8[size]; returns the checksum of its content.
 
         Raises:
             OSError: it could not be read, or the file is shorter.
         """
-        checksum = 0
-        for begin in range(0, len(memory), PIECE_BYTES):
-            piece = memory[begin : begin + PIECE_BYTES]
-            _move(os.preadv, self._file, piece, PAGE_BYTES + offset + begin)
-            checksum = zlib.crc32(piece, checksum)
-        if not self.direct:
-            self._drop_cached(offset, len(memory))
-        return checksum
+        return self._move(offset, memory, write=False)
 
-    def _drop_cached(self, offset: int, size: int) -> None:
-        os.posix_fadvise(self._file, PAGE_BYTES + offset, size, os.POSIX_FADV_DONTNEED)
+    def _move(self, offset: int, memory: Tensor, *, write: bool) -> int:
+        chunk = self.describe(offset, memory.numel())
+        transfer = Transfer(ctypes.pointer(chunk), memory.data_ptr())
+        error = library().zenflow_move_chunk(transfer, write)
+        if error not in (0, OTHER_CHECKSUM):
+            raise OSError(error, os.strerror(error))
+        checksum: int = chunk.checksum if write else transfer.checksum
+        return checksum
 
     def close(self) -> None:
         """Close the file. No read or write may be in flight. Idempotent."""
         self.opened.close()
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 CPU tensor, writable. The tensor must outlive the view."""
-    content = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
-    assert tensor.dtype == torch.uint8
-    return memoryview(content).cast("B")
-
-
-def _move(call: Callable[..., int], file: int, memory: memoryview, offset: int) -> None:
-    """Read or write all of ``memory``, without the GIL; one call may move a part of it."""
-    while len(memory):
-        moved = call(file, [memory], offset)
-        if moved <= 0:
-            raise OSError(errno.EIO, "the file ends before the chunk does")
-        memory, offset = memory[moved:], offset + moved
 
 
 def _open_direct(path: Path, header: bytes) -> io.FileIO | None:

@@ -1,22 +1,19 @@
-"""Jobs that read chunks from files and write them back, in native threads or in Python's."""
+"""Jobs that read chunks from files and write them back."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.native.library import OTHER_CHECKSUM, READ, WRITE, HostJob, Record, Transfer
 from zenflow_compile.runtime.device.stream_flags import Flag
-from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativePool, NativeWork
-from zenflow_compile.runtime.host.python_pool import PythonJob
-from zenflow_compile.runtime.host.workers import Job, MemoryUser
+from zenflow_compile.runtime.host.workers import Bounds, Job, MemoryUser, Work
 from zenflow_compile.runtime.nvme.chunk import Chunk
-from zenflow_compile.runtime.nvme.state_file import StateFileError, memory_of
+from zenflow_compile.runtime.nvme.state_file import StateFileError
 from zenflow_compile.timeline import DISK
 
 
@@ -24,7 +21,7 @@ def make_transfer(
     chunk: Chunk,
     kind: str,
     memory: Tensor,
-    pool: NativePool | None,
+    pool: ctypes.c_void_p,
     *,
     after: Sequence[Job],
     behind: Sequence[MemoryUser],
@@ -36,27 +33,21 @@ def make_transfer(
 
     Args:
         kind: ``"read"`` or ``"write"``.
-        pool: of native threads; None: Python's run it.
+        pool: of the threads that run it.
         after: the jobs that it waits for, and fails with.
         behind: the jobs and copies whose memory it takes over.
-        flag: of a native job.
     """
-    if pool is not None:
-        work = _NativeTransfer(chunk, kind, memory)
-        return _NativeFileJob(
-            work, (), after, pool.handle, behind=behind, deadline=deadline, step=step, param=chunk.plan.name, flag=flag
-        )
-    task = partial(_read if kind == "read" else _write, chunk, memory)
-    job = _PythonFileJob([task], (), after, behind=behind, deadline=deadline, step=step, param=chunk.plan.name)
-    job.kind = kind
-    return job
+    work = _TransferWork(chunk, kind, memory)
+    return _FileJob(
+        work, (), after, pool, behind=behind, deadline=deadline, step=step, param=chunk.plan.name, flag=flag
+    )
 
 
 class _FileJob(Job):
     lane = DISK
 
     def failure(self, error: BaseException) -> RuntimeError:
-        """See :meth:`Job.failure`. An error of the disk says itself what was lost."""
+        """An error of the disk says itself what was lost."""
         if not isinstance(error, StateFileError):
             return super().failure(error)
         again = StateFileError(str(error))
@@ -64,15 +55,7 @@ class _FileJob(Job):
         return again
 
 
-class _NativeFileJob(_FileJob, NativeJob):
-    pass
-
-
-class _PythonFileJob(_FileJob, PythonJob):
-    pass
-
-
-class _NativeTransfer(NativeWork):
+class _TransferWork(Work):
     """See file_transfers.h."""
 
     bounds: Bounds = (ctypes.c_int64 * 2)(0, 1)
@@ -84,39 +67,18 @@ class _NativeTransfer(NativeWork):
         self._transfer = Transfer(ctypes.pointer(chunk.description), memory.data_ptr())
 
     def describe(self, memory: HostJob) -> object:
-        """See :meth:`NativeWork.describe`."""
         memory.kind = READ if self.kind == "read" else WRITE
         memory.transfer = ctypes.pointer(self._transfer)
         # Hazard: the file stays open as long as a thread may use its number, which another file would get.
         return self._transfer, self._chunk.description, self._memory, self._chunk.file.opened
 
     def touched_bytes(self, task: int, record: Record) -> int:
-        """See :meth:`NativeWork.touched_bytes`."""
         return self._chunk.size
 
     def failure(self, error: int) -> Exception:
-        """See :meth:`NativeWork.failure`."""
         if error == OTHER_CHECKSUM:
             return _lost(self._chunk, "read", _other_checksum(self._chunk, self._transfer.checksum))
         return _lost(self._chunk, self.kind, OSError(error, os.strerror(error)))
-
-
-def _read(chunk: Chunk, memory: Tensor) -> int:
-    try:
-        checksum = chunk.file.read(chunk.offset, memory_of(memory))
-        if checksum != chunk.description.checksum:
-            raise _other_checksum(chunk, checksum)
-    except Exception as error:
-        raise _lost(chunk, "read", error) from error
-    return chunk.size
-
-
-def _write(chunk: Chunk, memory: Tensor) -> int:
-    try:
-        chunk.description.checksum = chunk.file.write(chunk.offset, memory_of(memory))
-    except Exception as error:
-        raise _lost(chunk, "write", error) from error
-    return chunk.size
 
 
 def _other_checksum(chunk: Chunk, found: int) -> StateFileError:

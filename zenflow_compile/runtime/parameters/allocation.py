@@ -21,20 +21,21 @@ from zenflow_compile.checks.user_frame import user_stacklevel
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan, pool_packing, pools_of
 from zenflow_compile.planning.shared_buffers import overlaps
+from zenflow_compile.runtime.device.copy_lanes import CopyLane
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.make_lane import make_lane
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_flags import make_flags
+from zenflow_compile.runtime.device.stream_lane import StreamLane
+from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, Subgroup, arena_bytes
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.cores import local_ranks, may_pin, nodes_of, run_pinned
 from zenflow_compile.runtime.host.device_memory import DeviceMemory
-from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, make_host_adam
-from zenflow_compile.runtime.host.native_pool import NativePool
-from zenflow_compile.runtime.host.python_pool import PythonPool
-from zenflow_compile.runtime.host.workers import HostWorkers
+from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache
 from zenflow_compile.runtime.nvme.chunk import WEIGHTS
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
@@ -116,6 +117,13 @@ class Allocated(NamedTuple):
     subgroups: list[Subgroup]
 
 
+def make_lane(name: str, device: Device, recorder: Recorder) -> CopyLane:
+    """Make the lane ``name`` ("D2H" or "H2D") of ``device``."""
+    if device.streams is None:
+        return ThreadLane(name, recorder)
+    return StreamLane(name, device, device.streams, recorder)
+
+
 class EngineMemory:
     """Allocates what the parameters of one engine use, and frees it.
 
@@ -127,8 +135,6 @@ class EngineMemory:
 
     def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
         cores = worker_cores(options)
-        self._native = NativePool(len(cores), recorder, cores)
-        python = PythonPool(len(cores), recorder, cores)
         self._device = device_of(device)
         to_host, to_device = make_lane("D2H", self._device, recorder), make_lane("H2D", self._device, recorder)
         self.transport = Transport(
@@ -136,7 +142,7 @@ class EngineMemory:
             to_device=to_device,
             down_ring=StagingRing(GRADIENT_RING, 0, device),
             up_ring=StagingRing(UPLOAD_RING, 0, device),
-            workers=HostWorkers(self._native, python, len(cores), cores),
+            workers=Workers(len(cores), recorder, cores),
             recorder=recorder,
             device_memory=DeviceMemory(self._device, to_host, to_device, recorder),
             order=None if self._device.streams is None else StreamOrder(self._device.streams),
@@ -175,14 +181,15 @@ class EngineMemory:
         asynchronous = self._device.streams is not None
         own_bytes = sum(map(HostState.arena_bytes, on_host)) + arena_bytes(new)
         arena = HostArena(own_bytes + pools_arena_bytes(on_host), self._device if asynchronous else None)
-        workers = self.transport.workers.workers
+        workers = self.transport.workers
         pooled = allocate_pools(on_host, arena)
         hosts = {
             param.index: HostState.allocate(
                 param,
                 arena,
                 self._kernel(param),
-                workers,
+                workers.handle,
+                workers.count,
                 stores.get(param.index),
                 pooled.get(param.index),
                 uploads.get(param.index, ()),
@@ -203,15 +210,11 @@ class EngineMemory:
                 "cuda-bindings). Training is as correct, but each forward waits on the host for updates that are late"
             )
         for number, host in enumerate(hosts.values()):
-            if self._is_native(host.plan):
-                host.native = self._native.handle
-            # Hazard: the host may block in a call of the device with the GIL, while the device waits for a flag. So
-            # only jobs that need no GIL have one.
             # Hazard: a copy from unpinned memory reads it when it is queued, and not when the stream gets there. A wait
             # of the stream for the job that writes it would come too late. Without a flag the host waits.
             weight_files = self.transport.weight_files if host.plan.weight_in_file else None
             pinned = arena.pinned and (weight_files is None or weight_files.pinned)
-            if host.native is not None and flags is not None and pinned:
+            if flags is not None and pinned:
                 host.flags = flags, number
         self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
         self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))
@@ -228,7 +231,7 @@ class EngineMemory:
             RuntimeError: the system does not start a thread.
         """
         if on_host:
-            self.transport.workers.start(native=self._is_native(on_host[0]))
+            self.transport.workers.start()
         if self.transport.files is not None:
             self.transport.files.files.threads.start()
         if on_host or streams_state:
@@ -248,7 +251,7 @@ class EngineMemory:
         if (files := self.transport.files) is None:
             directory = local_ranks().directory(self._options.nvme_path)
             directory.mkdir(mode=0o700, exist_ok=True)
-            scratch = ScratchFiles(directory, self.transport.recorder, native=self._is_native(new[0]))
+            scratch = ScratchFiles(directory, self.transport.recorder)
             undo.callback(scratch.close)
             files = self.transport.files = NvmeCache(scratch, self.transport.recorder)
             undo.callback(self._close_files)
@@ -274,20 +277,10 @@ class EngineMemory:
             uploads.setdefault(chunk.plan.index, []).append(Cached(cache, chunk))
         return uploads
 
-    def _is_native(self, plan: ParamPlan) -> bool:
-        """Whether native threads run the parameter's jobs. It is the same for all of an engine."""
-        lanes = self.transport.to_host, self.transport.to_device
-        return isinstance(self._kernel(plan), NativeHostAdam) and all(lane.has_gates for lane in lanes)
-
     def _kernel(self, plan: ParamPlan) -> HostAdam:
         key = (plan.dtype, plan.buffer_dtype, plan.interval)
         if key not in self.kernels:
-            self.kernels[key] = make_host_adam(
-                self._options.host_kernel,
-                gradient_dtype=plan.buffer_dtype,
-                out_dtype=plan.dtype,
-                max_gradients=plan.interval,
-            )
+            self.kernels[key] = HostAdam(plan.buffer_dtype, plan.dtype, plan.interval)
         return self.kernels[key]
 
     def _touch_first(self, hosts: Sequence[HostState]) -> None:
@@ -329,11 +322,8 @@ class EngineMemory:
         self.streamed.list_memory(found)
 
     def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is one of this engine's: a worker, a lane's, or one that reads and writes files."""
-        lanes = (self.transport.to_host, self.transport.to_device)
-        files = self.transport.files
-        in_files = files is not None and files.files.runs(thread)
-        return in_files or self.transport.workers.runs(thread) or any(lane.runs(thread) for lane in lanes)
+        """Whether ``thread`` is one of this engine's lanes. Its other threads run no Python."""
+        return self.transport.to_host.runs(thread) or self.transport.to_device.runs(thread)
 
     def abandon(self) -> None:
         """Wait for state in flight and forget it; take back all buffers of the rings."""

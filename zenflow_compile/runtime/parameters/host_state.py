@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -21,17 +20,14 @@ from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
-from zenflow_compile.runtime.host.host_adam import HostAdam, NativeHostAdam, WindowUpdate, put_numbers
-from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
-from zenflow_compile.runtime.host.python_pool import PythonJob, preferred_worker
+from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, put_numbers
 from zenflow_compile.runtime.host.state_store import (
     InMemory,
     StateStore,
     UploadBuffer,
     Waits,
 )
-from zenflow_compile.runtime.host.workers import Job
-from zenflow_compile.runtime.ops import annotated
+from zenflow_compile.runtime.host.workers import Bounds, Job, Work, bounds_of
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 
@@ -56,6 +52,14 @@ def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[s
     parts = min(-(-parts // workers) * workers, max(parts, elements // _SMALLEST_TASK_ELEMENTS))
     size = max(unit, -(-elements // max(1, parts * unit)) * unit)
     return [slice(begin, min(begin + size, elements)) for begin in range(0, elements, size)]
+
+
+def preferred_worker(task: int, tasks: int, workers: int) -> int:
+    """The worker that should run task ``task`` of ``tasks``: each worker gets about as many, all adjacent.
+
+    As ``shares`` in native/pool.h.
+    """
+    return task * workers // tasks
 
 
 def touched_bytes(plan: ParamPlan, gradients: int) -> float:
@@ -105,66 +109,6 @@ class FlushedWindow:
         self.upload, self.buffer = InMemory(self.upload.content().clone()), None
 
 
-class WindowJob(PythonJob):
-    """The host update of one flushed update window, by Python threads.
-
-    Args:
-        gradients: buffers of the window, oldest first, of the plan's ``buffer_shape``.
-        weights: that complete split masters.
-        inputs: the copies into them, those of their factors, and the copy that reads the upload buffer's last content;
-            none that is complete.
-        needs: the jobs that it waits for.
-    """
-
-    def __init__(
-        self,
-        host: HostState,
-        gradients: list[Tensor],
-        coefficients: list[StepCoefficients],
-        weights: Tensor | None,
-        upload: Tensor,
-        inputs: list[Ticket],
-        needs: Waits,
-        *,
-        deadline: int,
-        step: int,
-        eps: float,
-    ) -> None:
-        self._host = host
-        # Copied: the next update window may be flushed, and its state be elsewhere, before this job runs.
-        self._state, self._taken = host.state(), host.taken
-        self._weights = weights
-        self._gradients = gradients
-        self._coefficients = coefficients
-        self._upload = upload
-        self._eps = eps
-        self._update: WindowUpdate | None = None
-        tasks = [partial(self.run, part) for part in host.ranges]
-        super().__init__(
-            tasks, inputs, needs.after, behind=needs.behind, deadline=deadline, step=step, param=host.plan.name
-        )
-
-    @annotated("host_update", lambda job, _: (job.param,))
-    def run(self, part: slice) -> int:
-        """Apply rule P to the elements ``part``. Returns the bytes of host memory read and written."""
-        host = self._host
-        if (update := self._update) is None:
-            # Not before: now the factors have arrived. Several workers may do this: they store the same.
-            update = self._update = host.window_update(
-                self._state, self._gradients, self._coefficients, self._weights, self._upload,
-                step=self._taken, eps=self._eps,
-            )  # fmt: skip
-        host.kernel(update, part)
-        count: int = part.stop - part.start
-        return round(host.bytes_per_element(len(self._coefficients)) * count)
-
-    def _end(self) -> None:
-        super()._end()
-        if not self._left:
-            # A window that waits to be applied keeps its job, which would keep numbers on the device.
-            self._coefficients, self._update = [], None
-
-
 class WindowAddresses(NamedTuple):
     """Where the memory of an update window is: checked, and described for native code, one time.
 
@@ -178,8 +122,8 @@ class WindowAddresses(NamedTuple):
 
 
 @dataclass(slots=True)
-class NativeUpdate(NativeWork):
-    """The host update of one flushed update window, by native threads.
+class UpdateWork(Work):
+    """The host update of one flushed update window.
 
     Attributes:
         addresses: of the state, the gradients and the upload buffer.
@@ -198,7 +142,6 @@ class NativeUpdate(NativeWork):
     bounds: Bounds
 
     def describe(self, memory: HostJob) -> object:
-        """See :meth:`NativeWork.describe`."""
         window = UpdateWindow.from_buffer_copy(self.addresses.window)
         steps, late = put_numbers(window, self.coefficients, step=self.taken, eps=self.eps)
         scales = (LateScale * len(late))(*late)
@@ -208,7 +151,6 @@ class NativeUpdate(NativeWork):
         return self.addresses, self.coefficients, window, steps, late, scales
 
     def touched_bytes(self, task: int, record: Record) -> int:
-        """See :meth:`NativeWork.touched_bytes`."""
         return round(self.bytes_per_element * (self.bounds[task + 1] - self.bounds[task]))
 
 
@@ -234,7 +176,7 @@ class HostState:
         last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
         ranges: the elements of each task of a job.
-        native: the pool of all its jobs; None: Python's threads run them all.
+        pool: of the threads that run its jobs.
         touched: ``touched_bytes`` by number of gradients.
         readers: the job that may still read each gradient buffer, or write its upload there.
         uploading: the copy of that upload to the device, as soon as it is queued.
@@ -248,6 +190,7 @@ class HostState:
     gradients: list[Tensor]
     uploads: list[UploadBuffer]
     kernel: HostAdam
+    pool: ctypes.c_void_p
     workers: int = 1
     taken: int = 0
     open: list[GradientBuffer] = field(default_factory=list)
@@ -261,7 +204,6 @@ class HostState:
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
     in_memory: State | None = None
-    native: ctypes.c_void_p | None = None
     _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
     _addresses: dict[tuple[int, ...], WindowAddresses] = field(default_factory=dict)  # by upload and gradient buffers
@@ -279,6 +221,7 @@ class HostState:
         plan: ParamPlan,
         arena: HostArena,
         kernel: HostAdam,
+        pool: ctypes.c_void_p,
         workers: int = 1,
         file: StateStore | None = None,
         gradients: list[Tensor] | None = None,
@@ -308,6 +251,7 @@ class HostState:
             gradients=gradients,
             uploads=list(uploads) or [InMemory(arena.take(block, plan.dtype)) for _ in range(plan.upload_buffers)],
             kernel=kernel,
+            pool=pool,
             workers=workers,
             readers=[None] * plan.gradient_buffers,
             uploading=[None] * plan.gradient_buffers,
@@ -444,51 +388,28 @@ class HostState:
     ) -> Job:
         gradients = [self.gradients[buffer.index] for buffer in buffers]
         coefficients = [buffer.coefficients for buffer in buffers]
-        if self.native is None:
-            return WindowJob(
-                self, gradients, coefficients, weights, upload, inputs, needs, deadline=deadline, step=step, eps=eps
-            )
-        assert isinstance(self.kernel, NativeHostAdam)
-        source = 0 if weights is None else weights.data_ptr()
-        places = (source, upload.data_ptr(), *[buffer.index for buffer in buffers])
+        places = (
+            0 if weights is None else weights.data_ptr(),
+            upload.data_ptr(),
+            *[buffer.index for buffer in buffers],
+        )
         if (addresses := self._addresses.get(places)) is None:
-            state = self.state()
-            owner = self.window_update(state, gradients, coefficients, weights, upload, step=self.taken, eps=eps)
+            blocks = [block.view(-1) for block in (*self.state(), upload)]
+            flat = gradients if self.plan.compressed else [each.view(-1) for each in gradients]
+            source = None if weights is None else weights.view(-1)
+            owner = WindowUpdate(blocks[:3], blocks[3], flat, coefficients, self.taken, eps, self.form, source)
             addresses = WindowAddresses(self.kernel.window(owner), owner)
             if self.in_memory is not None:  # else the state is elsewhere the next time
                 self._addresses[places] = addresses
         if self._bounds is None:
             self._bounds = bounds_of(self.ranges)
-        touched = self.bytes_per_element(len(coefficients))
-        update = NativeUpdate(addresses, coefficients, self.taken, eps, touched, self._bounds)
-        return NativeJob(
-            update, inputs, needs.after, self.native, behind=needs.behind,
+        if (touched := self.touched.get(len(coefficients))) is None:
+            touched = self.touched[len(coefficients)] = touched_bytes(self.plan, len(coefficients))
+        update = UpdateWork(addresses, coefficients, self.taken, eps, touched, self._bounds)
+        return Job(
+            update, inputs, needs.after, self.pool, behind=needs.behind,
             deadline=deadline, step=step, param=self.plan.name, flag=self.next_flag(),
         )  # fmt: skip
-
-    def window_update(
-        self,
-        state: State,
-        gradients: list[Tensor],
-        coefficients: list[StepCoefficients],
-        weights: Tensor | None,
-        upload: Tensor,
-        *,
-        step: int,
-        eps: float,
-    ) -> WindowUpdate:
-        """The update of ``state`` by these gradients; see :class:`WindowUpdate`."""
-        blocks = [block.view(-1) for block in (*state, upload)]
-        flat = gradients if self.plan.compressed else [each.view(-1) for each in gradients]
-        source = None if weights is None else weights.view(-1)
-        return WindowUpdate(blocks[:3], blocks[3], flat, coefficients, step, eps, self.form, source)
-
-    def bytes_per_element(self, gradients: int) -> float:
-        """``touched_bytes`` of a window of so many gradients."""
-        # Workers may do this at the same time: they store the same number.
-        if (touched := self.touched.get(gradients)) is None:
-            touched = self.touched[gradients] = touched_bytes(self.plan, gradients)
-        return touched
 
     @property
     def unfinished_job(self) -> Job | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zenflow_compile.native.storage_reads import allow_reads, can_change_storages, own_memory, refuse_reads
+from zenflow_compile.native.storage_reads import allow_reads, own_memory, refuse_reads
 from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES
 
 SHARED = "it shares memory with other tensors"
@@ -25,7 +25,7 @@ def not_emptied(param: Tensor) -> str | None:
         return SHARED
     if param.is_cpu and storage.is_shared():
         return "other processes may share its memory"
-    if not storage.resizable() and not (param.is_cpu and can_change_storages()):
+    if not storage.resizable() and not param.is_cpu:
         return "PyTorch cannot resize its memory, which another library has allocated"
     return None
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -31,78 +30,17 @@ from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
-from zenflow_compile.runtime.host.native_pool import Bounds, NativeJob, NativeWork, bounds_of
-from zenflow_compile.runtime.host.python_pool import PythonJob
-from zenflow_compile.runtime.host.state_store import UploadBuffer, Waits
-from zenflow_compile.runtime.host.workers import HostWorkers, Job
-from zenflow_compile.runtime.ops import annotated
+from zenflow_compile.runtime.host.state_store import UploadBuffer
+from zenflow_compile.runtime.host.workers import Bounds, Job, Work, Workers, bounds_of
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.state_forms import PLAIN, StateForm, StateRows
-from zenflow_compile.torch_internals import torch_private
-
-# The most elements that a worker swaps at a time: they stay in its cache between the copies.
-_PIECE_ELEMENTS = 1 << 18
-
-
-class ExchangeJob(PythonJob):
-    """Swaps rows of a parameter's host state with rows in the host's half of an exchange buffer, by Python threads.
-
-    Args:
-        rows: i32[n], as in :class:`Reselection`.
-        blocks: f32[n, length] each, for master and moments.
-        inputs: the copy that writes ``rows`` and ``blocks``, and one that may still read ``weights``.
-        needs: the jobs that it waits for.
-        weights: [deferred, length] in the model's dtype; see :meth:`StateExchange.start`.
-    """
-
-    kind = "state"
-
-    def __init__(
-        self,
-        host: HostState,
-        rows: Tensor,
-        blocks: tuple[Tensor, ...],
-        inputs: Sequence[Ticket],
-        needs: Waits,
-        parts: list[slice],
-        weights: Tensor | None = None,
-        *,
-        deadline: int,
-        step: int,
-    ) -> None:
-        self._state = StateRows(host.form, host.state(), weights)
-        self._length = host.plan.length
-        self._rows = rows
-        self._blocks = blocks
-        tasks = [partial(self.run, part) for part in parts]
-        super().__init__(
-            tasks, inputs, needs.after, behind=needs.behind, deadline=deadline, step=step, param=host.plan.name
-        )
-
-    @annotated("exchange", lambda job, _: (job.param,))
-    @torch.no_grad()
-    def run(self, part: slice) -> int:
-        """Swap the rows of ``part``. Returns the bytes of host memory read and written."""
-        rows = self._rows[part]
-        rows = rows[rows >= 0].long()  # those before the first -1
-        piece = max(1, _PIECE_ELEMENTS // self._length)
-        with torch_private.one_intra_op_thread():
-            for first in range(0, len(rows), piece):
-                of_state = rows[first : first + piece]
-                begin = part.start + first
-                incoming = [block[begin : begin + len(of_state)] for block in self._blocks]
-                leaving = self._state.read(of_state)
-                self._state.write(incoming, of_state)
-                for block, state in zip(incoming, leaving, strict=True):
-                    block.copy_(state)
-        return len(rows) * self._length * _touched_per_element(self._state.stored, self._state.weights)
+from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 
 
 @dataclass(slots=True)
-class NativeExchange(NativeWork):
-    """Swaps rows of host state with rows in the host's half of an exchange buffer, by native threads.
+class ExchangeWork(Work):
+    """Swaps rows of host state with rows in the host's half of an exchange buffer.
 
     Attributes:
         state: of the host, as ``form`` stores it.
@@ -120,7 +58,6 @@ class NativeExchange(NativeWork):
     form: StateForm = PLAIN
 
     def describe(self, memory: HostJob) -> object:
-        """See :meth:`NativeWork.describe`."""
         assert all(each.is_contiguous() for each in (*self.state, self.rows, *self.blocks))
         weights = self.weights
         exchange = Exchange(rows=self.rows.data_ptr(), state=self.form.describe(self.state, weights))
@@ -138,7 +75,7 @@ class NativeExchange(NativeWork):
         return self.state, self.rows, self.blocks, weights, exchange
 
     def touched_bytes(self, task: int, record: Record) -> int:
-        """See :meth:`NativeWork.touched_bytes`. Both places of a row are read and written."""
+        """Both places of a row are read and written."""
         rows: int = record.rows
         return rows * self.blocks[0].shape[1] * _touched_per_element(self.state, self.weights)
 
@@ -187,7 +124,7 @@ class StateExchange:
     """
 
     def __init__(
-        self, to_host: CopyLane, to_device: CopyLane, workers: HostWorkers, recorder: Recorder, device: Device
+        self, to_host: CopyLane, to_device: CopyLane, workers: Workers, recorder: Recorder, device: Device
     ) -> None:
         self._to_host = to_host
         self._to_device = to_device
@@ -312,19 +249,15 @@ class StateExchange:
         if weights is not None:
             needs = needs.and_of(weights.prepare(step=step, deadline=deadline, fresh=False))
             written = weights.content()
-        size = -(-len(rows) // self._workers.workers)
+        size = -(-len(rows) // self._workers.count)
         parts = [slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
-        job: Job
-        if host.native is None:
-            job = ExchangeJob(host, of_host, blocks, inputs, needs, parts, written, deadline=deadline, step=step)
-        else:
-            # As for uploads: a lane that waits for a job must copy from pinned memory.
-            flag = host.next_flag() if self._pinned else None
-            swap = NativeExchange(host.state(), of_host, blocks, bounds_of(parts), written, host.form)
-            job = NativeJob(
-                swap, inputs, needs.after, host.native, behind=needs.behind,
-                deadline=deadline, step=step, param=name, flag=flag,
-            )  # fmt: skip
+        # As for uploads: a lane that waits for a job must copy from pinned memory.
+        flag = host.next_flag() if self._pinned else None
+        swap = ExchangeWork(host.state(), of_host, blocks, bounds_of(parts), written, host.form)
+        job = Job(
+            swap, inputs, needs.after, host.pool, behind=needs.behind,
+            deadline=deadline, step=step, param=name, flag=flag,
+        )  # fmt: skip
         chunk = _Chunk(buffer, device, rows, job)
         host.add_exchange(job, last=last)  # from here on it can be withdrawn
         if weights is not None:

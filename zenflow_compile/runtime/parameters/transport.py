@@ -8,7 +8,7 @@ from zenflow_compile.runtime.device.copy_lanes import CopyLane
 from zenflow_compile.runtime.device.device import Stream, Streams
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.host.device_memory import DeviceMemory
-from zenflow_compile.runtime.host.workers import HostWorkers
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
@@ -78,7 +78,7 @@ class Transport:
     to_device: CopyLane
     down_ring: StagingRing
     up_ring: StagingRing
-    workers: HostWorkers
+    workers: Workers
     recorder: Recorder
     device_memory: DeviceMemory
     order: StreamOrder | None = None
@@ -96,4 +96,4 @@ class Transport:
         """Record the jobs that have ended since."""
         self.workers.land()
         if self.files is not None:
-            self.files.files.land()
+            self.files.files.threads.land()

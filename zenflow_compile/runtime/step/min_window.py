@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,9 +19,8 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
-from zenflow_compile.runtime.host.python_pool import PythonJob, PythonPool
-from zenflow_compile.runtime.host.workers import HostWorkers
-from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, touched_bytes
+from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
+from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, UpdateWork, WindowAddresses, touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
 from zenflow_compile.runtime.state_forms import StateForm
@@ -108,7 +107,7 @@ def shortest_window(plans: Sequence[ParamPlan], *, bytes_per_second: float, hidd
     return longest
 
 
-def host_rate(kernel: HostAdam, plan: ParamPlan, workers: HostWorkers | PythonPool) -> float:
+def host_rate(kernel: HostAdam, plan: ParamPlan, workers: Workers) -> float:
     """Measure the bytes per second at which all workers together update windows of the longest length.
 
     It takes some ten milliseconds, in memory made for it: tasks of the usual size, the same number for each worker,
@@ -116,34 +115,30 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: HostWorkers | PythonPo
     is timed.
     """
     coefficients = [StepCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=1.0)] * plan.interval
-    slices = max(1, TASK_ELEMENTS // plan.length)
-    elements = slices * plan.length
-    task_bytes = round(elements * touched_bytes(plan, len(coefficients)))
-    shape = (slices, plan.buffer_shape[1]) if plan.compressed else (elements,)
+    touched = touched_bytes(plan, len(coefficients))
+    of_task = max(1, TASK_ELEMENTS // plan.length)  # slices
+    rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (of_task * plan.length * touched * workers.count)))
+    tasks = rounds * workers.count
+    slices, elements = tasks * of_task, tasks * of_task * plan.length
     form = StateForm.of_deferred(plan)
-    stored = list(zip(form.row_elements, form.dtypes, strict=True))
-
-    def task() -> Callable[[], int]:
-        # Ones, because the system backs fresh zeros with a single page, which would be read from the cache.
-        state = [torch.ones(slices * row, dtype=dtype, device="cpu") for row, dtype in stored]
-        out = torch.ones(elements, dtype=plan.dtype, device="cpu")
-        gradients = [torch.ones(shape, dtype=plan.buffer_dtype, device="cpu") for _ in coefficients]
-        weights = out if form.split else None
-        update = WindowUpdate(state, out, gradients, coefficients, len(coefficients), 1.0, form, weights)
-
-        def run() -> int:
-            kernel(update, slice(0, elements))
-            return task_bytes
-
-        return run
-
-    rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (task_bytes * workers.workers)))
-    tasks = [task() for _ in range(rounds * workers.workers)]
+    # Ones, because the system backs fresh zeros with a single page, which would be read from the cache.
+    stored = zip(form.row_elements, form.dtypes, strict=True)
+    state = [torch.ones(slices * row, dtype=dtype, device="cpu") for row, dtype in stored]
+    out = torch.ones(elements, dtype=plan.dtype, device="cpu")
+    shape = (slices, plan.buffer_shape[1]) if plan.compressed else (elements,)
+    gradients = [torch.ones(shape, dtype=plan.buffer_dtype, device="cpu") for _ in coefficients]
+    update = WindowUpdate(
+        state, out, gradients, coefficients, len(coefficients), 1.0, form, out if form.split else None
+    )
+    addresses = WindowAddresses(kernel.window(update), update)
+    bounds = bounds_of([slice(number * elements // tasks, (number + 1) * elements // tasks) for number in range(tasks)])
+    work = UpdateWork(addresses, coefficients, len(coefficients), 1.0, touched, bounds)
+    workers.start()
     seconds = 0.0
     for _ in range(2):
-        job = PythonJob(tasks, deadline=0, step=0, param="(measuring the host's rate)")
+        job = Job(work, (), (), workers.handle, deadline=0, step=0, param="(measuring the host's rate)")
         begin = time.perf_counter()
         workers.submit(job)
         job.wait()
         seconds = time.perf_counter() - begin
-    return task_bytes * len(tasks) / seconds
+    return elements * touched / seconds

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.native.storage_reads import can_change_storages
 from zenflow_compile.runtime.errors import LostUpdateError
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
@@ -77,7 +76,7 @@ class UploadScheduler:
             # An update window that was loaded may be due before any use in this process tells who reads the weight.
             or not (offloaded.announced or offloaded.uses)
             # Code may read the weight without an error that tells it of the update.
-            or not (offloaded.weights.can_be_guarded and can_change_storages())
+            or not offloaded.weights.can_be_guarded
         }  # fmt: skip
         if among_ranks is None:
             for offloaded in flushed:
