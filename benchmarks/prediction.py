@@ -10,18 +10,18 @@ import torch
 
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
 from zenflow_compile.cli.doctor import measure
-from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure.this_machine import disk_rates
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import performance_model
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
+from zenflow_compile.performance.equations import stride_of, update_stride
+from zenflow_compile.performance.hardware import Hardware, hardware_of
+from zenflow_compile.performance.models import ModelShape, flops_per_token
 from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.prediction.forecast import stride_rates
+from zenflow_compile.prediction.simulate import simulate
 from zenflow_compile.profiling.summary import summarize
 from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import physical_cores, worker_count
-from zenflow_compile.simulator.simulate import simulate
 
 _ROUNDS = 5
 
@@ -105,8 +105,8 @@ class Predictor:
 
     def stride(self) -> tuple[float, int]:
         """The model's ratio of updates on the host to those on the device, and the stride that comes of it."""
-        ratio = performance_model.update_stride(**performance_model.stride_rates(self.hardware))
-        return ratio, performance_model.stride_of(ratio)
+        ratio = update_stride(**stride_rates(self.hardware))
+        return ratio, stride_of(ratio)
 
     def described(self) -> dict[str, Any]:
         """The machine, for a results file."""

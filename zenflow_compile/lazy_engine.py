@@ -354,18 +354,18 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     """Let the performance model choose the options that are left to it, from measurements of this machine."""
     if not _chosen_by_model(options):
         return options
-    from zenflow_compile.prediction import auto_policy  # its equations import sympy, which takes a third of a second
-    from zenflow_compile.prediction.scenario import Scenario
+    from zenflow_compile.performance.models import shape_of
+    from zenflow_compile.prediction import forecast, search  # import sympy, which takes a third of a second
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
     specs = specs_of(pairs)
     if options.policy != "auto":
-        return auto_policy.resolve_stride(options, machine, specs)
+        return forecast.resolve_stride(options, machine, specs)
     assert options.tokens_per_step is not None
-    model, tokens = auto_policy.shape_of(specs), options.tokens_per_step
-    return auto_policy.choose(
-        Scenario(model=model, hardware=machine, tokens=tokens, options=options, in_backward=in_backward)
+    model, tokens = shape_of(specs), options.tokens_per_step
+    return search.choose(
+        forecast.Scenario(model=model, hardware=machine, tokens=tokens, options=options, in_backward=in_backward)
     )
 
 

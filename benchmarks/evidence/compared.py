@@ -21,10 +21,9 @@ from benchmarks.systems.case import OURS, Case
 from benchmarks.systems.comparison import Schedule
 from benchmarks.systems.workloads import WORKLOADS
 from zenflow_compile.cli import doctor
-from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.performance.performance_model import NEVER
-from zenflow_compile.performance.workload import HOST_PASS_BYTES
+from zenflow_compile.performance.equations import NEVER
+from zenflow_compile.performance.hardware import HOST_PASS_BYTES, hardware_of
 from zenflow_compile.runtime.host.cores import physical_cores
 
 ALONE = "forward_backward"

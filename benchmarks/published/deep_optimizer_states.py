@@ -21,10 +21,9 @@ from benchmarks.published.testbeds import (
     with_devices,
     with_unpinned_gradients,
 )
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.hardware_catalog import hardware
-from zenflow_compile.performance.model_catalog import model
-from zenflow_compile.performance.performance_model import update_stride
+from zenflow_compile.performance.equations import update_stride
+from zenflow_compile.performance.hardware import Hardware, hardware
+from zenflow_compile.performance.models import model
 
 PAPER = "Deep Optimizer States"
 SIZES = ("dos-7b", "dos-8.3b", "dos-10b", "dos-13b", "dos-20b")

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.hardware_catalog import hardware
-from zenflow_compile.performance.model_catalog import model
+from zenflow_compile.performance.hardware import Hardware, hardware
+from zenflow_compile.performance.models import model
 from zenflow_compile.planning.planners import make_plan
-from zenflow_compile.simulator.simulate import SteadyStep, simulate, steady_step
+from zenflow_compile.prediction.simulate import SteadyStep, simulate, steady_step
 from zenflow_compile.timeline import COMPUTE, D2H, STEP
 
 V100_RATES = {"cpu_update": 2e9, "gpu_update": 35e9, "link": 3e9, "cpu_downscale": 8.7e9}

@@ -10,11 +10,10 @@ from typing import Any
 
 from benchmarks.published.claim import Claim
 from benchmarks.published.testbeds import with_unpinned_gradients
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.hardware_catalog import hardware
-from zenflow_compile.performance.model_catalog import model
+from zenflow_compile.performance.hardware import Hardware, hardware
+from zenflow_compile.performance.models import model
 from zenflow_compile.prediction.forecast import Forecast, forecast
-from zenflow_compile.prediction.scenario import scenario_of
+from zenflow_compile.prediction.predict import scenario_of
 
 MEGATRAIN = "MegaTrain (arXiv 2604.05091)"
 MEGATRAIN_CODE = "github.com/DLYuanGod/MegaTrain at 919520f"
@@ -28,7 +27,7 @@ _FEWER_BYTES: dict[str, Any] = {**_STREAMED, "split_master": True, "state_dtype"
 _OVERLAPPED: dict[str, Any] = {"policy": "zenflow", "offload_weights": 1.0, "device_share": 0.0}
 
 _BASIS = (
-    "one device of performance.hardware_catalog with its whole host; 6 FLOPs per parameter and token; ours is the "
+    "one device of performance.hardware with its whole host; 6 FLOPs per parameter and token; ours is the "
     "policy zenflow with its defaults and device_share=0"
 )
 

@@ -11,11 +11,9 @@ from typing import Any
 
 from benchmarks.published.claim import Claim
 from benchmarks.published.testbeds import H100_RATES, steady, with_host_rate
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.hardware_catalog import hardware
-from zenflow_compile.performance.model_catalog import model
-from zenflow_compile.performance.performance_model import traffic
-from zenflow_compile.simulator.simulate import SteadyStep
+from zenflow_compile.performance.hardware import Hardware, hardware
+from zenflow_compile.performance.models import model
+from zenflow_compile.prediction.simulate import SteadyStep
 
 PAPER = "ZenFlow (arXiv 2505.12242)"
 BLOG = "DeepSpeed, blogs/zenflow-corebinding"
@@ -40,6 +38,11 @@ def claims(node: Hardware | None = None) -> list[Claim]:
     """All of both; ``node`` stands for the 4x A100 of the paper."""
     a100 = hardware("4xa100-40g-pcie4") if node is None else node
     return [*_traffic(), *_llama(a100), *_blog()]
+
+
+def traffic(topk_ratio: float, update_interval: int) -> float:
+    """Model sizes over the link: deferred gradients at every step, their weights once per update window."""
+    return (1 - topk_ratio) * (1 + 1 / update_interval)
 
 
 def _traffic() -> list[Claim]:

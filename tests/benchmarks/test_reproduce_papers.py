@@ -20,7 +20,7 @@ from benchmarks.published.testbeds import (
     with_host_rate,
     with_unpinned_gradients,
 )
-from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance.hardware import hardware
 
 COMMITTED = Path(reproduce_papers.__file__).parent / "results" / "reproduce_papers.json"
 

@@ -17,7 +17,7 @@ from tests.engine.test_files import full_after
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.native import build
-from zenflow_compile.performance import model_config
+from zenflow_compile.performance import models
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_errors_show_names_and_paths_safely(tmp_path: Path) -> None:
             optimizer.close()
 
     with pytest.raises(ValueError, match=r"\\x1b") as unread:
-        model_config.from_config(directory)
+        models.from_config(directory)
     texts.append(unread.value)
     for text in texts:
         assert_safe(str(text))

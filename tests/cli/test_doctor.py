@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from zenflow_compile.cli import doctor, main
-from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.native.build import BuildError
+from zenflow_compile.performance.hardware import hardware_of
 from zenflow_compile.runtime.host.cores import physical_cores
 
 QUICK = ["doctor", "--device", "cpu", "--threads", "1", "--megabytes", "2", "--rounds", "1"]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from tests.cli.test_plan import FINDINGS
 from tests.support.machines import llama, scenario
-from zenflow_compile.cli.doctor_hardware import hardware_of
 from zenflow_compile.options.options import Options
-from zenflow_compile.prediction import auto_policy
+from zenflow_compile.performance.hardware import hardware_of
+from zenflow_compile.prediction.search import choose
 
 
 def test_every_number_comes_from_its_measurement() -> None:
@@ -25,6 +25,6 @@ def test_every_number_comes_from_its_measurement() -> None:
 def test_resident_rate_of_the_device_decides() -> None:
     hardware = hardware_of(FINDINGS)
     model, filled = llama(width=1024), Options(fill_device=True)
-    assert auto_policy.choose(scenario(filled, hardware, model, tokens=8)).policy == "resident"
+    assert choose(scenario(filled, hardware, model, tokens=8)).policy == "resident"
     as_slow_as_columns = replace(hardware, device_bandwidth=FINDINGS["device"]["bytes"] / 10)
-    assert auto_policy.choose(scenario(filled, as_slow_as_columns, model, tokens=8)).policy != "resident"
+    assert choose(scenario(filled, as_slow_as_columns, model, tokens=8)).policy != "resident"

@@ -12,7 +12,7 @@ import pytest
 
 import zenflow_compile as zf
 from zenflow_compile.cli import main
-from zenflow_compile.performance import model_catalog
+from zenflow_compile.performance import models
 
 # Few plans: what is given is not searched.
 SMALL = ["plan", "--params", "1e8", "--hardware", "rtx-4090", "--tokens", "1024", "--sequence", "1024"]
@@ -42,8 +42,8 @@ def rows(text: str, title: str) -> list[list[str]]:
 
 @pytest.fixture
 def two_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = {name: model_catalog.MODELS[name] for name in ("llama3-70b", "qwen3-0.6b")}
-    monkeypatch.setattr(model_catalog, "MODELS", named)
+    named = {name: models.MODELS[name] for name in ("llama3-70b", "qwen3-0.6b")}
+    monkeypatch.setattr(models, "MODELS", named)
 
 
 def test_frontier_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.C
 
 
 def test_host_memory_decides_what_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(model_catalog, "MODELS", {"qwen3-4b": model_catalog.MODELS["qwen3-4b"]})
+    monkeypatch.setattr(models, "MODELS", {"qwen3-4b": models.MODELS["qwen3-4b"]})
     given = [*MODELS, "--recompute", "--policy", "zero_offload"]
     (little,), (enough,) = (answer([*given, "--host-memory", size], capsys)["models"] for size in ("24GB", "96GB"))
     assert (little["best"], list(little["shortages"])) == (None, ["host"])

@@ -19,9 +19,11 @@ from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.options.backend_options import split_backend_options
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
+from zenflow_compile.performance.models import shape_of
 from zenflow_compile.planning import plan
-from zenflow_compile.prediction import auto_policy
-from zenflow_compile.prediction.scenario import Scenario
+from zenflow_compile.prediction import search
+from zenflow_compile.prediction.forecast import Scenario
+from zenflow_compile.prediction.predict import predict
 from zenflow_compile.runtime.checkpoint.format import chosen
 from zenflow_compile.runtime.parameters.capacity import specs_of
 
@@ -36,8 +38,8 @@ def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
     """Return the bytes that the model of the tests needs of a memory under a policy."""
-    shape = auto_policy.shape_of(specs_of(list(build().named_parameters())))
-    found = auto_policy.compare(scenario(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8))
+    shape = shape_of(specs_of(list(build().named_parameters())))
+    found = predict(scenario(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8)).forecasts
     needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
     return sum(getattr(needs, memory).values())
 
@@ -82,7 +84,7 @@ def test_choice_is_deterministic(measured: list[Hardware], tight: Hardware) -> N
     chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
     specs = specs_of(list(mlp().named_parameters()))
     options = Options(**OFFLOAD_ALL, **AUTO)
-    expected = auto_policy.choose(scenario(options, tight, auto_policy.shape_of(specs), tokens=8))
+    expected = search.choose(scenario(options, tight, shape_of(specs), tokens=8))
     assert chosen[0] == chosen[1] == expected
 
 
@@ -184,13 +186,13 @@ def test_choice_knows_optimizer_in_backward(
     in_backward: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    choose = auto_policy.choose
+    choose = search.choose
 
     def noted(asked: Scenario) -> Options:
         seen.append(asked.in_backward)
         return choose(asked)
 
-    monkeypatch.setattr(auto_policy, "choose", noted)
+    monkeypatch.setattr(search, "choose", noted)
     model = mlp()
     if in_backward:
         compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **OFFLOAD_ALL, **AUTO})

@@ -11,9 +11,9 @@ import pytest
 from tests.support.machines import machine
 from tests.support.training import Training, assert_same
 from zenflow_compile import lazy_engine
-from zenflow_compile.performance import performance_model
+from zenflow_compile.performance.equations import NEVER, stride_of, update_stride
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.prediction import auto_policy
+from zenflow_compile.prediction.forecast import resolve_stride
 from zenflow_compile.runtime.checkpoint.format import chosen
 from zenflow_compile.runtime.parameters.capacity import specs_of
 
@@ -37,8 +37,8 @@ def test_stride_is_that_of_the_equation(options: dict[str, Any], machines: list[
     window = 1 if "policy" in options else 4
     # A pass over the window counts for each of its steps; weights and gradients are fp32.
     cpu_update = window * 2e9 * 32 / (32 + 4 * (window - 1))
-    ratio = performance_model.update_stride(cpu_update=cpu_update, gpu_update=35e9, link=3e9, cpu_downscale=math.inf)
-    expected = performance_model.stride_of(ratio)
+    ratio = update_stride(cpu_update=cpu_update, gpu_update=35e9, link=3e9, cpu_downscale=math.inf)
+    expected = stride_of(ratio)
     assert expected == (4 if window == 1 else 198)
     assert training.optimizer.options.update_stride == expected
     assert training.optimizer.engine.options is training.optimizer.options
@@ -50,7 +50,7 @@ def test_planner_and_optimizer_agree_on_the_stride(machines: list[Hardware]) -> 
     training = Training(None, STATES)
     options = training.optimizer.options
     specs = specs_of(list(training.model.named_parameters()))
-    assert options == auto_policy.resolve_stride(replace(options, update_stride=None), V100, specs)
+    assert options == resolve_stride(replace(options, update_stride=None), V100, specs)
     training.optimizer.close()
 
 
@@ -67,7 +67,7 @@ def test_given_stride_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_link_streams_nothing(slow: str, machines: list[Hardware]) -> None:
     machines[0] = replace(V100, **{slow: 4e6})
     training = Training(None, STATES).run(0, 2)
-    assert training.optimizer.options.update_stride == performance_model.NEVER
+    assert training.optimizer.options.update_stride == NEVER
     assert not training.optimizer.engine.registry.streamed.params
     training.optimizer.close()
 

@@ -15,7 +15,7 @@ from zenflow_compile.measure import bandwidth
 from zenflow_compile.measure import this_machine as measuring
 from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.traffic import Bandwidths
+from zenflow_compile.performance.hardware import Bandwidths
 
 GIVEN: dict[str, Any] = {"workers": 1}
 

@@ -14,9 +14,9 @@ from tests.support.machines import scenario
 from tests.support.training import mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import POLICIES, Options
-from zenflow_compile.performance.hardware_catalog import hardware
-from zenflow_compile.performance.model_catalog import of_size
-from zenflow_compile.prediction.auto_policy import compare
+from zenflow_compile.performance.hardware import hardware
+from zenflow_compile.performance.models import of_size
+from zenflow_compile.prediction.predict import predict
 
 
 def warned(**options: Any) -> list[str]:
@@ -84,7 +84,7 @@ ALL_OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("gradients", [COMPRESSED, {"accumulate_on_device": True}], ids=str)
 def test_recommended_options_do_not_warn(gradients: dict[str, Any], tmp_path: Path) -> None:
     given = ALL_OPTIONS | gradients | {"nvme_path": str(tmp_path)}
-    found = compare(scenario(Options(**given), hardware("h200"), of_size(10**7), tokens=64))
+    found = predict(scenario(Options(**given), hardware("h200"), of_size(10**7), tokens=64)).forecasts
     assert {each.policy for each in found} == {*POLICIES} - {"auto"}
     for each in found:
         assert warned(**each.options) == [], each.label
@@ -92,9 +92,9 @@ def test_recommended_options_do_not_warn(gradients: dict[str, Any], tmp_path: Pa
     assert blocks["resident"] == {"policy": "resident", "overlap_step": False, "min_offload_size": 1}
     assert set(blocks["twinflow"]) == {"policy", "ratio", "overlap_step", "min_offload_size", "staging_bytes",
                                        "weight_grad_order", "weight_grad_bytes"}  # fmt: skip
-    read = {*given} - {"tokens_per_step", "ratio", "spare_device_bytes"}
-    assert set(blocks["zenflow, files"]) - {"policy"} == read - {"update_stride"} | {"offload_device"}
-    assert set(blocks["zenflow, streamed"]) - {"policy"} == read - {"nvme_path", "host_window_bytes"}
+    read = {*given} - {"tokens_per_step", "ratio"}
+    assert set(blocks["zenflow, files"]) - {"policy"} == read | {"offload_device"}
+    assert set(blocks["zenflow"]) - {"policy"} == read - {"nvme_path", "host_window_bytes"}
 
 
 def test_options_object_does_not_warn() -> None:

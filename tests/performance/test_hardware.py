@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.hardware_catalog import HARDWARE, hardware
+from zenflow_compile.performance.hardware import HARDWARE, Hardware, hardware
 
 UNSOURCED = ("name", "nodes", "devices", "sources")
 NUMBERS = [field.name for field in dataclasses.fields(Hardware) if field.name not in UNSOURCED]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.machines import layers, machine
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.memory import needs_of
+from zenflow_compile.performance.models import shape_of
 from zenflow_compile.planning.planners import make_plan
-from zenflow_compile.prediction import auto_policy
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.workers import Workers
@@ -95,7 +96,7 @@ def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype
             optimizer.zero_grad()
     used = bytes_on_device(model, optimizer)
     assert optimizer.engine.registry.gradients.dense == 0
-    shape = auto_policy.shape_of(specs_of(list(model.named_parameters())))
+    shape = shape_of(specs_of(list(model.named_parameters())))
     options = Options(**{**SHARED, **given})
     needs = needs_of(
         make_plan(shape.params, options),
@@ -111,3 +112,33 @@ def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype
     needed = sum(needs.values()) - not_used
     assert needed <= used <= needed + ALIGNMENT * sum(1 for _ in device_tensors(optimizer.engine.registry, set()))
     optimizer.close()
+
+
+def test_memory_by_hand() -> None:
+    model = layers(2)
+    plan = make_plan(model.params, Options(policy="zero_offload"))
+    needs = needs_of(plan, model, devices=1, tokens=1, recompute=False)
+    million = 1_000_000
+    assert needs.device["weights"] == 4 * million
+    assert needs.device["gradients"] == 2 * million  # one at a time
+    assert needs.device["optimizer state"] == 0
+    assert needs.device["rings and buffers"] == (2 + 3) * 2 * million
+    assert needs.host == {
+        "optimizer state": 24 * million,
+        "gradients and uploads": 8 * million,
+        "weights": 0,
+        "buffers of exchanges": 0,
+        "window of files": 0,
+    }
+    assert needs.device["selection"] == 16 * 2 * 1000
+    for staging, buffers in ((3 * million, 1), (9 * million, 2)):  # a remainder takes no buffer; two uploads can exist
+        staged = needs_of(plan, model, devices=1, tokens=1, recompute=False, staging_bytes=staging)
+        assert staged.device["rings and buffers"] == (2 + buffers) * 2 * million
+    files = make_plan(model.params, Options(policy="zero_infinity", nvme_path="scratch"))
+    needs = needs_of(files, model, devices=1, tokens=1, recompute=False)
+    assert needs.host["window of files"] == needs.disk["optimizer state"] == 24 * million
+    plan = make_plan(model.params, Options(policy="resident"))
+    resident = needs_of(plan, model, devices=2, tokens=1, recompute=False)
+    assert resident.device["optimizer state"] == 12 * million  # half of it on each device
+    short = needs.shortages(machine(host_bytes=32 * million - 1, disk_bytes=None))
+    assert short == {"host": 1, "disk": 24 * million}

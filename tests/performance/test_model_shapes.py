@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from zenflow_compile.performance.model_catalog import MODELS, model, of_size
-from zenflow_compile.performance.model_config import from_config
-from zenflow_compile.performance.model_shapes import flops_per_token
+from zenflow_compile.performance.models import MODELS, flops_per_token, from_config, model, of_size
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import repeated_blocks
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import model_catalog
-from zenflow_compile.performance.rank_traffic import Exchange, RankTraffic, rank_traffic
+from zenflow_compile.performance import models
+from zenflow_compile.performance.traffic import Exchange, RankTraffic, rank_traffic
 from zenflow_compile.planning.planners import make_plan
 
 OFFLOAD: dict[str, Any] = {"device_share": 0.0, "min_offload_size": 1}
@@ -30,7 +30,7 @@ TABLE: dict[str, tuple[dict[str, Any], Exchange, tuple[tuple[float, float], ...]
 
 
 def traffic(options: dict[str, Any], ranks: int, exchange: Exchange) -> RankTraffic:
-    model = model_catalog.model("llama2-7b")
+    model = models.model("llama2-7b")
     return rank_traffic(make_plan(model.params, Options(**options)), ranks, exchange)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.model_catalog import model
+from zenflow_compile.performance.models import model
 from zenflow_compile.planning.plan import ParamPlan, Plan, host_bytes_of, pool_packing, pools_of
 from zenflow_compile.planning.planners import ParamSpec, empty_plan, extend_plan, make_plan
 from zenflow_compile.planning.shared_buffers import ALIGNMENT_BYTES, Lifetime, overlaps, pack

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.machines import layers, machine, scenario
+from tests.support.machines import layers, llama, machine, scenario
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.planners import make_plan
-from zenflow_compile.prediction import auto_policy
-from zenflow_compile.prediction.forecast import Forecast, forecast
-from zenflow_compile.prediction.predict import Prediction
-from zenflow_compile.prediction.scenario import scenario_of
+from zenflow_compile.performance.equations import NEVER, stride_of, update_stride
+from zenflow_compile.performance.hardware import hardware as named_hardware
+from zenflow_compile.performance.models import model as named_model
+from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT32
+from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
+from zenflow_compile.prediction.forecast import Forecast, explain, forecast, node_plan, resolve_stride, stride_rates
+from zenflow_compile.prediction.predict import Prediction, predict, scenario_of
+from zenflow_compile.prediction.simulate import simulate
 from zenflow_compile.profiling.summary import summarize
-from zenflow_compile.simulator.simulate import simulate
-
-NEVER = 2**31 - 1
 
 
-def of(layer_count: int = 2, *, implicit: bool = False, label: str | None = None, **options: Any) -> Forecast:
+def of(layer_count: int = 2, *, implicit: bool = False, **options: Any) -> Forecast:
     hardware = machine(adam_per_core=30e6 / 28)
     return forecast(
         Options(**options),
         scenario(Options(**options), hardware, layers(layer_count), tokens=1, in_backward=implicit),
-        label=label,
     )
 
 
@@ -53,27 +54,26 @@ def test_host_time_counts_once_for_all_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "label", "title"),
+    ("options", "title"),
     [
-        ({"policy": "twinflow"}, None, "twinflow"),
-        ({"policy": "twinflow", "ratio": 0.5, "update_stride": 3}, None, "twinflow 0.5"),
-        ({"policy": "zero_offload", "ratio": 0.5}, None, "zero_offload"),
-        ({"policy": "deep_optimizer_states", "ratio": 0.75, "update_stride": 2}, None, "deep_optimizer_states 0.75, 2"),
+        ({"policy": "twinflow"}, "twinflow"),
+        ({"policy": "twinflow", "ratio": 0.5, "update_stride": 3}, "twinflow 0.5"),
+        ({"policy": "zero_offload", "ratio": 0.5}, "zero_offload"),
+        ({"policy": "deep_optimizer_states", "ratio": 0.75, "update_stride": 2}, "deep_optimizer_states 0.75, 2"),
         (
             {"policy": "deep_optimizer_states", "update_stride": NEVER},
-            None,
             "deep_optimizer_states none",
         ),
-        ({"update_stride": 2, "device_share": 0.0}, "zenflow, streamed", "zenflow, streamed 2"),
-        ({"spare_device_bytes": 2_345_000_000}, "zenflow, device filled", "zenflow, device filled 2.35 GB"),
-        ({"update_interval": 2}, None, "zenflow"),
+        ({"update_stride": 2, "device_share": 0.0}, "zenflow 2"),
+        ({"spare_device_bytes": 2_345_000_000}, "zenflow 2.35 GB"),
+        ({"update_interval": 2}, "zenflow"),
     ],
 )
-def test_title_has_the_settings_that_differ(options: dict[str, Any], label: str | None, title: str) -> None:
-    assert of(8, label=label, sub_group_size=1_000_000, **options).title == title
+def test_title_has_the_settings_that_differ(options: dict[str, Any], title: str) -> None:
+    assert of(8, sub_group_size=1_000_000, **options).title == title
 
 
-def test_nearest_policy_lacks_the_fewest_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_policy_lacks_the_fewest_bytes() -> None:
     """The one that lacks 7 GB of one memory is nearer than the one that lacks 5 GB of two."""
     fits = of()
     two = replace(fits, label="two", shortages={"device": 5 * 10**9, "host": 5 * 10**9})
@@ -82,9 +82,105 @@ def test_nearest_policy_lacks_the_fewest_bytes(monkeypatch: pytest.MonkeyPatch) 
     asked = scenario_of(layers(2), machine(), tokens=1)
     assert Prediction(asked, (two, one), None).shown is one
     assert Prediction(asked, (two, one, fits), fits).shown is fits
-    monkeypatch.setattr(auto_policy, "compare", lambda *_, **__: [two, one])
-    with pytest.raises(ValueError, match=r"one comes nearest and lacks 7 GB of device memory; use"):
-        auto_policy.choose(asked)
-    monkeypatch.setattr(auto_policy, "compare", lambda *_, **__: [two])
-    with pytest.raises(ValueError, match=r"two comes nearest and lacks 5 GB of device memory and 5 GB of host memory"):
-        auto_policy.choose(asked)
+
+
+# The update stride.
+
+MODEL = llama()
+
+
+def test_stride_comes_from_the_equation() -> None:
+    """Of three cores one works, as in the simulation."""
+    hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1.5e9)
+    ratio = update_stride(cpu_update=1.5e9, gpu_update=1e9, link=1e9, cpu_downscale=inf)
+    resolved = resolve_stride(Options(policy="deep_optimizer_states"), hardware, MODEL.params)
+    assert resolved.update_stride == stride_of(ratio)
+    mixture = Options(policy="zenflow", update_stride="auto", update_interval=1)
+    mixed = resolve_stride(mixture, hardware, MODEL.params)
+    assert mixed.update_stride == resolved.update_stride
+    given = Options(policy="deep_optimizer_states", update_stride=5)
+    assert resolve_stride(given, hardware, MODEL.params) is given
+
+
+def test_window_pass_counts_for_each_step() -> None:
+    hardware = machine(device_bandwidth=28e9, link_to_host=4e9, link_to_device=4e9, adam_per_core=1e8)
+    resolved = resolve_stride(Options(update_stride="auto", update_interval=8), hardware, MODEL.params)
+    cpu_update = 8 * 1e8 * 28 / (28 + 7 * 2)
+    ratio = update_stride(cpu_update=cpu_update, gpu_update=1e9, link=1e9, cpu_downscale=inf)
+    assert resolved.update_stride == stride_of(ratio)
+    every_step = resolve_stride(Options(update_stride="auto", update_interval=1), hardware, MODEL.params)
+    assert resolved.stride > every_step.stride
+
+
+@pytest.mark.parametrize(("dtypes", "weight_bytes"), [((BFLOAT16,), 2), ((FLOAT32,), 4), ((FLOAT32, BFLOAT16), 4)])
+def test_explained_stride_is_the_chosen_one(dtypes: tuple[Any, ...], weight_bytes: int) -> None:
+    """The first parameter is the largest. A pass takes 24 bytes of state both ways, a gradient and a weight."""
+    first, *others = MODEL.params
+    params = tuple(replace(spec, dtype=dtypes[-1]) for spec in others)
+    model = replace(MODEL, params=(replace(first, dtype=dtypes[0]), *params))
+    node = machine(device_bandwidth=28e9, link_to_host=8e9, link_to_device=8e9, host_bandwidth=5.2e9, adam_per_core=1e9)
+    cpu_update = 5.2e9 / (24 + 2 * weight_bytes)
+    expected = (3 / 2e9 + 1 / 1e9) / (1 / cpu_update - 1 / 4e9)
+    options = resolve_stride(Options(policy="deep_optimizer_states"), node, model.params)
+    asked = scenario(Options(ratio=0.5), node, model, tokens=64)
+    (tried,) = (each for each in predict(asked).forecasts if "deep" in each.label)
+    assert options.update_stride == tried.options["update_stride"] == stride_of(expected)
+    equation, *_ = explain(tried, asked)["explained"]
+    assert equation.startswith("stride_ratio")
+    assert f"= {expected:.4g} (" in equation
+
+
+def test_stride_weight_is_the_largest_offloadable() -> None:
+    assert stride_weight_bytes([]) == 0
+    assert stride_weight_bytes([ParamSpec("", (9,), torch.float64), ParamSpec("", (2,), torch.float16)]) == 2
+    assert stride_weight_bytes([ParamSpec("", (9,), torch.float64)]) == 8
+
+
+def test_optimizer_object_updates_after_backward() -> None:
+    """A host that needs two thirds of a step has it in the optimizer-in-backward form, the forward in the other."""
+    hardware = machine(adam_per_core=0.4e6)
+
+    def step(*, implicit: bool, **given: Any) -> float:
+        options = Options(**given)
+        return forecast(options, scenario(options, hardware, layers(12), tokens=1, in_backward=implicit)).step_s
+
+    steps = {}
+    for implicit in (False, True):
+        steps[implicit] = step(update_interval=1, implicit=implicit)
+    assert steps[False] > 1.05 * steps[True]
+    assert step(update_interval=1, max_grad_norm=1.0, implicit=True) == steps[False]
+
+
+def test_spare_bytes_count_per_device() -> None:
+    hardware = machine(devices=2, peer_bandwidth=1e12)
+    model = layers(8)
+    options = Options(spare_device_bytes=12 * 1_000_000, device_share=0.0)  # the state of a layer; of two, in halves
+    placements = [param.placement for param in node_plan(options, scenario(options, hardware, model)).params]
+    assert placements == ["device"] * 2 + ["split_columns"] * 6
+    node = named_hardware("4xa100-40g-pcie4")
+    asked = scenario(Options(fill_device=True), node, named_model("llama2-7b"), tokens=1024)
+    (filled,) = (each for each in predict(asked).forecasts if each.label == "zenflow")
+    assert filled.options["spare_device_bytes"] < node.device_bytes
+    assert filled.fits
+    assert filled.needs.device["optimizer state"] > filled.options["spare_device_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "step"), [("resident", 120), ("zero_offload", 140), ("twinflow", 130), ("zenflow", 120)]
+)
+def test_step_without_contention_by_hand(policy: str, step: float) -> None:
+    """40 layers take 40 s forward and 80 s backward, their update 20 s, which a forward hides."""
+    hardware = machine(link_to_device=1e9, link_to_host=1e9, adam_per_core=2e6, cores=3)
+    options = Options(policy=policy, ratio=0.5 if policy == "twinflow" else 1.0, max_grad_norm=1.0)
+    predicted = forecast(options, scenario(options, hardware, layers(40), tokens=1))
+    assert predicted.step_s == pytest.approx(step, rel=0.03)
+
+
+def test_machine_rates_are_a_devices_share() -> None:
+    """Two workers update 10 parameters a second; 84 bytes/s of memory at 28 per parameter are 3, for two devices."""
+    node = machine(
+        devices=2, cores=8, adam_per_core=2.5, device_bandwidth=280.0, link_to_host=20.0, link_to_device=10.0
+    )
+    rates = stride_rates(node)
+    assert rates == {"cpu_update": 5.0, "gpu_update": 10.0, "link": 2.5, "cpu_downscale": inf}
+    assert stride_rates(replace(node, host_bandwidth=84.0))["cpu_update"] == pytest.approx(1.5)

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.performance.traffic import Bandwidths
+from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.profiling.profiler import profile
 from zenflow_compile.runtime import ops

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from tests.profiling.synthetic import event, known_run, recording
-from zenflow_compile.performance.traffic import Bandwidths, Traffic
+from zenflow_compile.performance.hardware import Bandwidths
+from zenflow_compile.performance.traffic import Traffic
 from zenflow_compile.profiling.gantt import BACKWARD, COPY, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT, draw
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import can_show_blocks, print_report

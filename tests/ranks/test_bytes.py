@@ -17,7 +17,7 @@ from tests.ranks.models import OFFLOAD, as_rank
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.rank_traffic import Exchange, rank_traffic
+from zenflow_compile.performance.traffic import Exchange, rank_traffic
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.host.cores import Core, LocalRanks, local_ranks
 

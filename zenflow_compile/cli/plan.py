@@ -15,19 +15,20 @@ from rich.text import Text
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.checks.validate import check_positive
-from zenflow_compile.cli.doctor_hardware import hardware_of
-from zenflow_compile.cli.frontier_picture import check_plots, write_svg
-from zenflow_compile.cli.frontier_report import print_frontier, print_models
-from zenflow_compile.cli.plan_report import bytes_table, print_prediction
+from zenflow_compile.cli.plan_report import (
+    bytes_table,
+    check_plots,
+    print_frontier,
+    print_models,
+    print_prediction,
+    write_svg,
+)
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import hardware_catalog, model_catalog
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.model_shapes import flops_per_token
-from zenflow_compile.prediction.bytes_per_parameter import Combination, bytes_per_parameter
-from zenflow_compile.prediction.forecast import node_plan
-from zenflow_compile.prediction.frontier import fit, frontier
-from zenflow_compile.prediction.predict import Prediction, predict, timeline
-from zenflow_compile.prediction.scenario import Scenario, scenario_of
+from zenflow_compile.performance import hardware, models
+from zenflow_compile.performance.hardware import Hardware, hardware_of
+from zenflow_compile.prediction.forecast import Combination, Scenario, bytes_per_parameter, explain
+from zenflow_compile.prediction.predict import Prediction, predict, scenario_of, timeline
+from zenflow_compile.prediction.search import fit, frontier
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
 _OPTIONS = (
@@ -110,7 +111,7 @@ def _frontier(scenario: Scenario, options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace) -> int:
     """Every named model on one machine, the smallest first."""
     hardware = _hardware(options)
-    scenarios = [_scenario(options, name, hardware) for name in model_catalog.MODELS]
+    scenarios = [_scenario(options, name, hardware) for name in models.MODELS]
     scenarios.sort(key=lambda each: each.model.numel)
     fits = [fit(each, _given(options), exact=options.exact) for each in scenarios]
     if options.json:
@@ -159,7 +160,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
                 f"--flops={options.flops} goes with --hardware measured or --doctor-json; "
                 f"--hardware {options.hardware} has its own speed: leave --flops out"
             )
-        return hardware_catalog.hardware(options.hardware)
+        return hardware.hardware(options.hardware)
     flops = None if options.flops is None else check_positive("--flops", options.flops)
     findings = _measure(options.nvme_path) if options.doctor_json is None else _findings(options.doctor_json)
     return hardware_of(findings, flops=flops, device_bytes=options.device_memory)
@@ -195,24 +196,7 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
     """The output of ``--explain``: equations and, if host updates overlap, the smallest interval without a stall."""
     if not options.explain:
         return {}
-    from zenflow_compile.performance import performance_model  # imports sympy
-    from zenflow_compile.performance.step_settings import StepSettings
-
-    scenario = prediction.scenario
-    chosen = Options.from_keywords(**prediction.shown.options)
-    settings = StepSettings.of(
-        chosen,
-        node_plan(chosen, scenario),
-        final_at_step=scenario.final_at_step(chosen),
-        recompute=scenario.recompute,
-    )
-    flops = flops_per_token(scenario.model) * scenario.tokens
-    explanation = performance_model.explain(settings, scenario.hardware, flops=flops)
-    explained = {"explained": explanation}
-    if not settings.overlapped:
-        return explained
-    smallest = performance_model.smallest_interval(settings, scenario.hardware, flops=flops)
-    return explained | {"smallest_interval": smallest}
+    return explain(prediction.shown, prediction.scenario)
 
 
 def _print_explained(explained: Mapping[str, Any], console: Console) -> None:

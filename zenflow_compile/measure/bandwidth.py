@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.performance.traffic import Bandwidths
+from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.thread_lane import copy_without_gil

@@ -16,8 +16,7 @@ from torch import Tensor, uint8
 
 from zenflow_compile.measure.bandwidth import matmul_flops, rates, resident_rate
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.hardware import LEFT_FREE, Hardware
-from zenflow_compile.performance.workload import HOST_PASS_BYTES
+from zenflow_compile.performance.hardware import HOST_PASS_BYTES, LEFT_FREE, Hardware
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.planning.planners import OFFLOADABLE_DTYPES
 from zenflow_compile.runtime.device.devices import device_of
@@ -100,7 +99,7 @@ def _move(transfer: Callable[[int, Tensor], int], buffers: list[Tensor], pieces:
 def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     """Measure this machine with one device, in about a second, with the optimizer's own kernels and threads.
 
-    The numbers mean the same as those of ``doctor_hardware.hardware_of``, which measures longer. ``utilization`` is 1:
+    The numbers mean the same as those of ``doctor``, which measures longer (``hardware_of``). ``utilization`` is 1:
     forward and backward are assumed to be as fast as a large product of matrices in the weights' dtype. They are
     slower, so that more host work is hidden than predicted, never less. ``device_bytes`` is the free memory of the
     device, and the memory of ``params`` there. If the device is the CPU, both memories are the same one.

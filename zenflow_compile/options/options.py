@@ -392,7 +392,7 @@ class Options:
         """One of this many subgroups is updated on the device; None: no streaming.
 
         Raises:
-            ValueError: it is still ``"auto"``; see ``prediction.auto_policy.resolve_stride``.
+            ValueError: it is still ``"auto"``; see ``prediction.forecast.resolve_stride``.
         """
         if self.policy not in ("zenflow", "deep_optimizer_states"):
             return None

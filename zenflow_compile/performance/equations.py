@@ -1,263 +1,248 @@
-"""The equations of optimizer offloading: symbolic, each with its meaning and source.
+"""The equations of optimizer offloading, each in one place: computed with, and printed by ``plan --explain``.
 
-They are a fluid model of a step. Lanes (device, link each way, cores, host memory, disk, other devices) work in
-parallel. A step takes at least as long as its busiest lane, and at least the sum of its phases where the schedule puts
-work after the backward; each phase is as long as the busiest lane in it. So a step is a lower bound of the timeline
-that ``simulate`` runs: blocks of finite size, full rings, merges and cores that copies take only make it longer.
-Updates and copies share the host's memory, so its lane carries both. The model of Deep Optimizer States leaves that
-out, and promises 1.25 to 1.5 times the throughput that its authors measured.
+Equation 1 of Deep Optimizer States, the memory of activations, traffic, and the terms of the roofline: the time that
+the bytes of a step need at the rates of a machine. The roofline is a bound, not a forecast: every byte moves at full
+speed, at any time. The stall of a recording or a simulation, next to it, shows what the schedule adds: updates of the
+first layers are due early, and flushes begin late.
 
-The roofline has the same lanes with measured rates. Times are seconds, sizes bytes of all devices together, rates
-per second; a *parameter* is one element. Bandwidths of memory count reads and writes together, those of a link one
-direction.
+Symbols are words. Times are seconds, sizes bytes, rates per second; a *parameter* is one element.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import sympy
 from sympy import Expr, Max, Symbol
 
-from zenflow_compile.performance.formula import Formula, positive_symbols
-from zenflow_compile.performance.workload import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES
+from zenflow_compile.performance.hardware import Bandwidths
+from zenflow_compile.performance.traffic import Traffic
 
-# What a plan moves: see ``Traffic``.
-gradients_per_step, gradients_per_window, uploads_per_window = positive_symbols(
-    "gradients_per_step gradients_per_window uploads_per_window"
-)
-updates_per_window, files_per_window = positive_symbols("updates_per_window files_per_window")
-forward_loads, backward_loads, rewritten = positive_symbols("forward_loads backward_loads rewritten")
-state, update_interval, model_bytes = positive_symbols("state update_interval model_bytes")
-# Elements whose state the device updates, and shares of state and gradients: see ``StepSettings``.
-updated_on_device, prefetched, copied_first = positive_symbols("updated_on_device prefetched copied_first")
-(loaded_ahead,) = positive_symbols("loaded_ahead")
-# The model and the machine. Each device has its own link; cores, host memory and disk belong to the node.
-devices, forward, backward, collectives, gathers = positive_symbols("devices forward backward collectives gathers")
-link_to_host, link_to_device, device_bandwidth = positive_symbols("link_to_host link_to_device device_bandwidth")
-host_bandwidth, core_rate = positive_symbols("host_bandwidth core_rate")
-disk_read_byte, disk_write_byte = positive_symbols("disk_read_byte disk_write_byte")
-# The update stride and ZenFlow's closed form. Rates are parameters per second; ``link`` carries fp32 values.
-cpu_update, gpu_update, link, cpu_downscale = positive_symbols("cpu_update gpu_update link cpu_downscale")
-(topk_ratio,) = positive_symbols("topk_ratio")
-
-_FLUID = "fluid limit, a lower bound: no lane works less, and no phase is shorter than its busiest lane"
-_TRAFFIC = Symbol("traffic", positive=True)
-_STEP = Symbol("step", positive=True)
-
-STRIDE_RATIO = Formula(
-    Symbol("stride_ratio"),
-    "",
-    (3 / link + 1 / gpu_update) / (1 / cpu_update + 1 / cpu_downscale - 1 / (2 * link)),
-    "subgroups that the host updates for each one that the device updates, so that both end together",
-    "Deep Optimizer States (Middleware '24), Equation 1, solved for k: k/U_c + k/D_c = 3/B + 1/U_g + k/(2 B)",
-)
-
-TRAFFIC = Formula(
-    _TRAFFIC,
-    "model sizes per step",
-    (1 - topk_ratio) * (1 + 1 / update_interval),
-    "deferred gradients go to the host at every step, their weights come back once per update window",
-    "ZenFlow (arXiv 2505.12242), PCIe traffic: 1.125 at a ratio of 0.1 and an interval of 4, against 2 of ZeRO-Offload",
-)
-
-# Lanes: seconds of work per step.
-
-_GRADIENTS = gradients_per_step + gradients_per_window / update_interval
-_UPLOADS = uploads_per_window / update_interval
-_LOADS = forward_loads + backward_loads + rewritten
-_UPDATES = updates_per_window / update_interval + gradients_per_step
-_FILES = files_per_window / update_interval
-
-PLAN_TRAFFIC = Formula(
-    _TRAFFIC,
-    "model sizes per step",
-    (_GRADIENTS + _UPLOADS) / model_bytes,
-    "deferred gradients go to the host, their weights come back once per update window",
-    "bytes over the link; streamed state is not counted",
-)
+NEVER = 2**31 - 1
+"""A stride larger than any number of subgroups: nothing is streamed."""
 
 
-def _lane(name: str, seconds: Expr, meaning: str) -> Formula:
-    return Formula(Symbol(name, positive=True), "s", seconds, meaning, "bytes or parameters over a rate")
-
-
-GRADIENTS = _lane("gradients", _GRADIENTS / devices / link_to_host, "gradients to the host")
-GRADIENT_MEMORY = _lane("gradient_memory", _GRADIENTS / host_bandwidth, "gradients to the host, in host memory")
-UPLOADS = _lane(
-    "uploads",
-    (_UPLOADS + state + _LOADS) / devices / link_to_device,
-    "new weights, state and offloaded weights to the device",
-)
-FORWARD_LOADS = _lane(
-    "forward_load",
-    Max(0, forward_loads - loaded_ahead) / link_to_device,
-    "offloaded weights that come in while the forward runs, because ring and staging buffers were full before",
-)
-BACKWARD_LOADS = _lane(
-    "backward_load",
-    Max(0, backward_loads - loaded_ahead) / link_to_device,
-    "offloaded weights that come in while the backward runs",
-)
-REWRITES = _lane(
-    "rewrites",
-    Max(0, rewritten - loaded_ahead) / link_to_device,
-    "offloaded weights that come in during the step, for an update on the device",
-)
-LATE_STATE = _lane(
-    "late_state",
-    (1 - prefetched) * state / devices / link_to_device,
-    "streamed state that comes in after the backward, because the buffers were full",
-)
-LATE_UPLOADS = _lane(
-    "late_uploads",
-    (_UPLOADS + (1 - prefetched) * state) / devices / link_to_device,
-    "the part of uploads that comes after the backward",
-)
-FLUSHES = _lane(
-    "flushes", (state + rewritten) / devices / link_to_host, "streamed state and updated weights back to the host"
-)
-CORES = _lane(
-    "cores",
-    _UPDATES / HOST_PASS_BYTES / core_rate,
-    f"host updates, {HOST_PASS_BYTES} bytes of which are one parameter of ``core_rate``",
-)
-HOST_MEMORY = _lane(
-    "host_memory",
-    (_UPDATES + _UPLOADS + _LOADS + rewritten + 2 * _FILES + 2 * state) / host_bandwidth,  # a file read fills memory
-    "bytes of host updates, and of the copies next to them",
-)
-LATE_MEMORY = _lane("late_memory", (_UPDATES + _UPLOADS) / host_bandwidth, "bytes of host updates and uploads")
-DISK = _lane(
-    "disk",
-    _FILES * (disk_read_byte + disk_write_byte),
-    "state read from files and written back, with the seconds of one byte",
-)
-DEVICE_UPDATE = _lane(
-    "device_update", updated_on_device * DEVICE_UPDATE_BYTES / devices / device_bandwidth, "updates on the device"
-)
-LANES = (
-    *(GRADIENTS, GRADIENT_MEMORY, UPLOADS, FORWARD_LOADS, BACKWARD_LOADS, REWRITES),
-    *(LATE_STATE, LATE_UPLOADS, FLUSHES),
-    *(CORES, HOST_MEMORY, LATE_MEMORY, DISK, DEVICE_UPDATE),
-)
-"""What keeps each lane busy in one step. Lanes called ``late`` work after the backward."""
-
-# Steps.
-
-_FORWARD = Max(forward, gathers)
-_BACKWARD = Max(backward, collectives)
-_LOADED_FORWARD = Max(_FORWARD, FORWARD_LOADS.symbol)
-_LOADED_BACKWARD = Max(_BACKWARD, BACKWARD_LOADS.symbol)
-_COPIED_BACKWARD = Max(_LOADED_BACKWARD, copied_first * GRADIENTS.symbol, copied_first * GRADIENT_MEMORY.symbol)
-_DEVICE_UPDATE = Max(DEVICE_UPDATE.symbol, LATE_STATE.symbol, REWRITES.symbol)
-_LATE = (LATE_UPLOADS.symbol, CORES.symbol, LATE_MEMORY.symbol)
-_BUSY = (
-    GRADIENTS.symbol + FLUSHES.symbol,
-    UPLOADS.symbol,
-    CORES.symbol,
-    GRADIENT_MEMORY.symbol + HOST_MEMORY.symbol,
-    DISK.symbol,
-    collectives + gathers,
-)
-
-
-def _fluid(symbol: Symbol, seconds: Expr, meaning: str) -> Formula:
-    return Formula(symbol, "s", seconds, meaning, _FLUID)
-
-
-DEVICE_TIME = _fluid(
-    Symbol("device", positive=True),
-    _FORWARD + _BACKWARD + DEVICE_UPDATE.symbol,
-    "the step if the device never waited for its host",
-)
-FORWARD_TIME = _fluid(
-    Symbol("hidden", positive=True),
-    DEVICE_TIME.symbol - _BACKWARD,
-    "the device's time between two backwards",
-)
-BLOCKING_UPDATE = _fluid(
-    Symbol("update", positive=True),
-    Max(_DEVICE_UPDATE, *_LATE),
-    "an update that the step waits for, on host and device at once; files are read ahead and written behind",
-)
-BLOCKING_STEP = _fluid(
-    _STEP,
-    Max(_LOADED_FORWARD + _COPIED_BACKWARD + BLOCKING_UPDATE.expression, *_BUSY),
-    "gradients are copied during the backward and updated after it; the next forward begins when every weight is there",
-)
-BLOCKING_IN_BACKWARD_STEP = _fluid(
-    _STEP,
-    Max(
-        Max(forward, FORWARD_LOADS.symbol)
-        + Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE, LATE_UPLOADS.symbol), CORES.symbol, LATE_MEMORY.symbol),
-        *_BUSY,
-    ),
-    "the host updates from the first gradient of the backward on; the next forward begins when every weight is there",
-)
-OVERLAPPED_STEP = _fluid(
-    _STEP,
-    Max(_LOADED_FORWARD + _LOADED_BACKWARD + _DEVICE_UPDATE, *_BUSY),
-    "windows are flushed all the time; the host has a whole step for each step's share of them",
-)
-FINAL_AT_STEP_TIME = _fluid(
-    _STEP,
-    Max(_COPIED_BACKWARD + Max(_DEVICE_UPDATE + _LOADED_FORWARD, *_LATE), *_BUSY),
-    "gradients are final only after the backward: the host has the device's update and the next forward",
-)
-
-# The stall-free condition of overlapped update windows: each lane's work of a step fits into the time that hides it.
-
-
-@dataclass(frozen=True, slots=True)
-class WindowLane:
-    """A lane that has less to do per step the longer the update window is.
-
-    Attributes:
-        per_window, per_step: seconds; a step takes ``per_window / update_interval + per_step``.
-        time: seconds of a step that hide this work.
-    """
+class Equation(NamedTuple):
+    """``value``, an expression, under the name that stands for it in others; ``unit`` is empty for a plain number."""
 
     name: str
-    per_window: Expr
-    per_step: Expr
-    time: Symbol
+    unit: str
+    value: Expr
+    source: str
 
-    @classmethod
-    def of(cls, lane: Formula, time: Symbol = DEVICE_TIME.symbol, *others: Formula) -> WindowLane:
-        """The lane with the work of ``others`` added."""
-        terms = sympy.expand(sum((each.expression for each in others), lane.expression))
-        per_window, per_step = (sympy.factor(terms.coeff(update_interval, power)) for power in (-1, 0))
-        return cls(str(lane.symbol), per_window, per_step, time)
+    def of(self, values: Mapping[str, float]) -> float:
+        """The value; KeyError for a symbol without a number."""
+        symbols, function = _compiled(self.value)
+        return float(function(*[values[symbol] for symbol in symbols]))
 
-    @property
-    def interval(self) -> Formula:
-        """The update interval at which the lane is busy for just the time that hides it."""
-        return Formula(
-            Symbol(f"interval_{self.name}"),
-            "steps",
-            self.per_window / (self.time - self.per_step),
-            f"the update window at which {self.name} takes just the time that hides it",
-            f"per_window / update_interval + per_step = {self.time}, solved for the interval",
-        )
+    def line(self, values: Mapping[str, float]) -> str:
+        """``name = expression = expression with its numbers = value (source)``."""
+        # Symbols named like numbers: sympy would evaluate real numbers, and only the result would be left to print.
+        numbers = {symbol: Symbol(f"{values[symbol.name]:.4g}") for symbol in self.value.free_symbols}
+        name = f"{self.name} [{self.unit}]" if self.unit else self.name
+        with_numbers = self.value.xreplace(numbers)
+        return f"{name} = {self.value} = {with_numbers} = {self.of(values):.4g} ({self.source})"
 
 
-@cache
-def window_lanes(*, host_waits_for_backward: bool) -> tuple[WindowLane, ...]:
-    """All lanes have the device's whole step; if host updates wait for the backward, late ones only what follows it."""
-    whole = DEVICE_TIME.symbol
-    found = {
-        lane.name: lane
-        for lane in (
-            WindowLane.of(UPLOADS),
-            WindowLane.of(CORES),
-            WindowLane.of(HOST_MEMORY, whole, GRADIENT_MEMORY),
-            WindowLane.of(DISK),
-            WindowLane.of(GRADIENTS, whole, FLUSHES),
-        )
+@cache  # a search evaluates the same expressions thousands of times
+def _compiled(expression: Expr) -> tuple[tuple[str, ...], Callable[..., Any]]:
+    symbols = tuple(sorted(expression.free_symbols, key=str))
+    return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, modules="math")
+
+
+def _symbols(names: str) -> tuple[Symbol, ...]:
+    # Zero is a valid value, too: the assumption only helps sympy to simplify.
+    return tuple(Symbol(name, positive=True) for name in names.split())
+
+
+_cpu_update, _gpu_update, _link, _cpu_downscale = _symbols("cpu_update gpu_update link cpu_downscale")
+_tokens, _layers, _hidden, _vocabulary = _symbols("tokens layers hidden vocabulary")
+# Fields of ``Traffic`` and ``Bandwidths``, and the device's own work.
+_host, _to_host, _to_device, _state, _loads, _rewritten, _files = _symbols(
+    "host to_host to_device state loads rewritten files"
+)
+_model, _host_rate, _host_link, _device_link, _disk = _symbols(
+    "model host_bandwidth link_to_host link_to_device disk_bandwidth"
+)
+_device, _updating, _down, _up, _filing, _uploading, _stall = _symbols(
+    "device host_update copy_to_host copy_to_device disk upload stall"
+)
+
+STRIDE_RATIO = Equation(
+    "stride_ratio",
+    "",
+    (3 / _link + 1 / _gpu_update) / (1 / _cpu_update + 1 / _cpu_downscale - 1 / (2 * _link)),
+    # k/U_c + k/D_c = 3/B + 1/U_g + k/(2 B), solved for k; rates are parameters per second, and ``link`` carries fp32.
+    "subgroups on the host for each one on the device: Deep Optimizer States (Middleware '24), Equation 1",
+)
+
+_LAYER_BYTES = 34  # of activations per token and unit of width, in 16 bits, without the scores of attention, which a
+# fused kernel does not keep: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+_CHECKPOINT_BYTES = 2  # likewise with recomputation: only a layer's input, in 16 bits (the same paper, section 5)
+_LOGIT_BYTES = 6  # per token and word: 16-bit logits, and their softmax in fp32
+_KORTHIKANTI = "an estimate: Korthikanti et al. 2022, equation 1"
+
+ACTIVATIONS = Equation(
+    "activations", "bytes", _tokens * (_LAYER_BYTES * _layers * _hidden + _LOGIT_BYTES * _vocabulary), _KORTHIKANTI
+)
+RECOMPUTED_ACTIVATIONS = Equation(
+    "activations",
+    "bytes",
+    _tokens * ((_CHECKPOINT_BYTES * _layers + _LAYER_BYTES) * _hidden + _LOGIT_BYTES * _vocabulary),
+    f"{_KORTHIKANTI} and section 5, with one layer in full",
+)
+TRAFFIC = Equation(
+    "traffic", "model sizes per step", (_to_host + _to_device) / _model, "gradients down, new weights up; no state"
+)
+
+_LANES = (
+    Equation("host_update", "s", _host / _host_rate, "host memory read and written by host updates"),
+    Equation("copy_to_host", "s", (_to_host + _state + _rewritten) / _host_link, "gradients, state, updated weights"),
+    Equation(
+        "copy_to_device", "s", (_to_device + _state + _loads) / _device_link, "new weights, state, loaded weights"
+    ),
+    Equation("disk", "s", 2 * _files / _disk, "state read from files, and as much written"),
+)
+_HIDDEN = Max(0, Max(_updating, _down, _up, _filing) - _device)
+_STALL = Equation("stall", "s", _HIDDEN, "no schedule avoids it: the busiest lane beyond the device's own work")
+_BLOCKING = (
+    Equation("upload", "s", _to_device / _device_link, "new weights"),
+    Equation("stall", "s", Max(_HIDDEN, _updating, _uploading), "likewise, and nothing hides host updates and uploads"),
+)
+_STEP = Equation("step", "s", _device + _stall, "a lower bound")
+
+
+def roofline(blocking: bool) -> tuple[Equation, ...]:
+    """The equations of a step in the order in which they build on each other.
+
+    A ``blocking`` plan hides neither host update nor upload; it may hide streamed state and files, which are read
+    ahead and written after.
+    """
+    return (*_LANES, *(_BLOCKING if blocking else (_STALL,)), _STEP)
+
+
+def roofline_values(moved: Traffic, rates: Bandwidths, *, device: float) -> dict[str, float]:
+    """The numbers of ``roofline``, with its results; ``device``: seconds of the device's own work per step."""
+    values = {
+        **asdict(moved),
+        "loads": moved.loads,
+        "host_bandwidth": rates.host,
+        "link_to_host": rates.to_host,
+        "link_to_device": rates.to_device,
+        "disk_bandwidth": math.inf if rates.disk is None else rates.disk,
+        "device": device,
     }
-    if host_waits_for_backward:
-        late = (WindowLane.of(lane, FORWARD_TIME.symbol) for lane in (LATE_UPLOADS, CORES, LATE_MEMORY))
-        found |= {lane.name: lane for lane in late}
-    return tuple(found.values())
+    for equation in roofline(moved.blocking):
+        values[equation.name] = equation.of(values)
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The shortest times per step that measured bandwidths allow, in ms.
+
+    Attributes:
+        host_ms, to_host_ms, to_device_ms: time of each lane, streamed state and loaded weights included.
+        disk_ms: likewise; None where files move and the bandwidth is not known.
+        stall_ms, step_ms: see ``roofline``.
+        smallest_interval: the shortest update window, in steps, with which each lane takes no longer than the device's
+            own work; None if no window does, or if the plan blocks.
+    """
+
+    host_ms: float
+    to_host_ms: float
+    to_device_ms: float
+    disk_ms: float | None
+    stall_ms: float
+    step_ms: float
+    smallest_interval: int | None
+
+
+def limit_of(moved: Traffic, rates: Bandwidths, *, device_ms: float) -> Limit:
+    """The limit of a run.
+
+    Args:
+        device_ms: the device's own work per step, which hides host work: a measured step less its stall.
+    """
+    device = device_ms / 1e3
+    values = roofline_values(moved, rates, device=device)
+    there, back = moved.state + moved.loads, moved.state + moved.rewritten
+    disk = 0.0 if rates.disk is None else 2 * moved.files_per_window / rates.disk
+    lanes = (  # host updates, uploads with loads, gradients and what else goes to the host, files
+        (moved.host_per_window / rates.host, moved.host_per_gradient / rates.host),
+        (moved.upload_per_window / rates.to_device, there / rates.to_device),
+        (moved.gradients_per_window / rates.to_host, (moved.host_per_gradient + back) / rates.to_host),
+        (disk, 0.0),
+    )
+    return Limit(
+        host_ms=1e3 * values["host_update"],
+        to_host_ms=1e3 * values["copy_to_host"],
+        to_device_ms=1e3 * values["copy_to_device"],
+        disk_ms=None if moved.files and rates.disk is None else 1e3 * values["disk"],
+        stall_ms=1e3 * values["stall"],
+        step_ms=1e3 * values["step"],
+        smallest_interval=None if moved.blocking else shortest_window(lanes, device),
+    )
+
+
+def shortest_window(lanes: Iterable[tuple[float, float]], time: float) -> int | None:
+    """The smallest ``update_interval`` at which the work of each lane fits into ``time``; None if none does.
+
+    Args:
+        lanes: seconds of each: work per update window, and work per step.
+        time: seconds of a step that hide both.
+    """
+    needed = 1.0
+    rounding = 1e-12 * time
+    for per_window, per_step in lanes:
+        left = time - per_step
+        if left < -rounding or (per_window and left <= rounding):
+            return None
+        if per_window:
+            needed = max(needed, per_window / left)
+    return math.ceil(needed - 1e-9)  # rounding must not turn 4.0 into 5
+
+
+def update_stride(*, cpu_update: float, gpu_update: float, link: float, cpu_downscale: float) -> float:
+    """Subgroups that the CPU updates for each one of the GPU, before rounding: Deep Optimizer States, Equation 1.
+
+    Args:
+        cpu_update: parameters/s that the CPU updates (the paper's U_c), for one device.
+        gpu_update: parameters/s that the GPU updates (U_g).
+        link: fp32 parameters/s over the link in one direction (B): bytes/s divided by 4.
+        cpu_downscale: parameters/s that the CPU casts from fp32 to 16 bits (D_c); ``math.inf`` if the update casts.
+
+    Returns:
+        The ratio; ``math.inf`` if the link needs longer for a subgroup's 16-bit weights than the CPU for its update:
+        then no update on the GPU makes the step shorter.
+
+    Raises:
+        ValueError: a rate is not above zero.
+    """
+    rates = {"cpu_update": cpu_update, "gpu_update": gpu_update, "link": link, "cpu_downscale": cpu_downscale}
+    for name, rate in rates.items():
+        if not rate > 0.0:
+            raise ValueError(f"{name}={rate!r} must be a rate > 0 in parameters per second; measure it again")
+    return math.inf if 1 / cpu_update + 1 / cpu_downscale <= 1 / (2 * link) else STRIDE_RATIO.of(rates)
+
+
+def stride_of(cpu_to_gpu: float) -> int:
+    """One of this many subgroups is updated on the device: one plus the ratio, rounded, at least 1.
+
+    The paper uses k in two meanings. Equation 1's k is the ratio of ``update_stride``: k = 2 is two subgroups on the
+    CPU for one on the GPU, a third of all on the GPU. Its Algorithm 1, and "every alternate subgroup", use k as a
+    stride: k = 2 is half of all. This is the stride that has the equation's shares, so a ratio of 2 gives 3.
+
+    Args:
+        cpu_to_gpu: a ratio >= 0; ``math.inf`` gives ``NEVER``.
+
+    Raises:
+        ValueError: the ratio is negative or NaN.
+    """
+    if not cpu_to_gpu >= 0.0:
+        raise ValueError(f"cpu_to_gpu={cpu_to_gpu!r} must be a number >= 0, as update_stride() gives")
+    return min(NEVER, 1 + round(cpu_to_gpu)) if math.isfinite(cpu_to_gpu) else NEVER

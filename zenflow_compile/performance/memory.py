@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zenflow_compile.performance.equations import ACTIVATIONS, RECOMPUTED_ACTIVATIONS
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.model_shapes import ModelShape
+from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, UPLOAD_RING, Plan
 
 SLICE_BYTES = 16  # per slice of an offloaded parameter: fp32 squared norm and score, int32 number and position
-
-LAYER_BYTES = 34
-"""Bytes of activations per token and unit of width that a layer keeps for its backward, in 16 bits, without the scores
-of attention, which a fused kernel does not keep: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", equation 1."""
-
-CHECKPOINT_BYTES = 2  # likewise with recomputation: only a layer's input, in 16 bits (the same paper, section 5)
-LOGIT_BYTES = 6  # per token and word: 16-bit logits, and their softmax in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +72,15 @@ def needs_of(
 
 
 def activation_bytes(model: ModelShape, *, tokens: int, recompute: bool) -> int:
-    """An estimate for a Transformer: activations of all layers and logits; with recomputation one layer in full."""
-    kept = model.layers * CHECKPOINT_BYTES + LAYER_BYTES if recompute else model.layers * LAYER_BYTES
+    """An estimate for a Transformer, see ``equations``."""
+    equation = RECOMPUTED_ACTIVATIONS if recompute else ACTIVATIONS
+    return int(equation.of(activation_values(model, tokens)))
+
+
+def activation_values(model: ModelShape, tokens: int) -> dict[str, float]:
+    """The numbers of the equations of activations."""
     vocabulary = max(next(iter(spec.shape), 1) for spec in (model.params[0], model.params[-1]))  # scalars have no sizes
-    return tokens * (kept * model.hidden + LOGIT_BYTES * vocabulary)
+    return {"tokens": tokens, "layers": model.layers, "hidden": model.hidden, "vocabulary": vocabulary}
 
 
 def _gradients(plan: Plan, devices: int) -> int:

@@ -1,18 +1,34 @@
-"""Predicts one policy on given hardware: memory, time of a step, and traffic."""
+"""Predicts a run with given options on given hardware: memory, time of a step, and traffic."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.options.unread import unread
-from zenflow_compile.performance.memory import Needs, largest_staged_bytes, needs_of
+from zenflow_compile.options.unread import reads, unread
+from zenflow_compile.performance.equations import (
+    ACTIVATIONS,
+    RECOMPUTED_ACTIVATIONS,
+    STRIDE_RATIO,
+    TRAFFIC,
+    limit_of,
+    roofline,
+    roofline_values,
+    stride_of,
+    update_stride,
+)
+from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
+from zenflow_compile.performance.memory import Needs, activation_values, largest_staged_bytes, needs_of
+from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.performance.traffic import Traffic, traffic_of
+from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.offloaded_weights import weight_budget
-from zenflow_compile.planning.plan import UPLOAD_RING, Plan
-from zenflow_compile.planning.planners import make_plan
+from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, STATE_BYTES, UPLOAD_RING, Plan, moment_bytes
+from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
 from zenflow_compile.planning.weight_memory import (
     FEWEST_STAGING_BUFFERS,
     WeightMemory,
@@ -20,13 +36,68 @@ from zenflow_compile.planning.weight_memory import (
     offloadable_weights,
     reloaded_weights,
 )
-from zenflow_compile.prediction.scenario import Scenario
-from zenflow_compile.simulator.simulate import SteadyStep, steady_step
+from zenflow_compile.prediction.simulate import SteadyStep, steady_step
+
+if TYPE_CHECKING:
+    import torch
 
 _S_PER_HOUR = 3600.0
 
 ROUNDED = "with rounded moments"
 """The departure from AdamW that every weight may have."""
+
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": BFLOAT16, "fp16": FLOAT16, "fp32": FLOAT32}
+"""Dtypes of weights by the names that ``dtype=`` has for them."""
+
+SOME_DISK = "/path/on/a/local/disk"
+"""The ``nvme_path`` of a prediction, which writes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A training run of ``model`` on ``hardware``.
+
+    Attributes:
+        model: with weights of the training dtype, and the sequence length as its context.
+        hardware: with the devices and the memory in use.
+        tokens: per device and step.
+        options: of the run; under policy ``"auto"`` those that all policies share.
+        policy: one, or ``"auto"`` for all.
+        in_backward: optimizer in backward: updates run in the backward, without an optimizer object.
+        recompute: activations are computed again in the backward.
+        epoch_tokens: tokens of an epoch, over all devices; None: not given.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    tokens: int
+    options: Options = field(default_factory=Options)
+    policy: str = "auto"
+    in_backward: bool = False
+    recompute: bool = False
+    epoch_tokens: float | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Names of the weights' dtypes, as in ``DTYPES`` where they are there; several are joined: ``bf16+fp32``."""
+        names = {str(dtype): name for name, dtype in DTYPES.items()}
+        found = dict.fromkeys(str(spec.dtype) for spec in self.model.params)
+        return "+".join(names.get(each, each) for each in found)
+
+    def final_at_step(self, options: Options) -> bool:
+        """Whether gradients are final only after the whole backward: with an optimizer object, or a global norm."""
+        return not self.in_backward or options.max_grad_norm is not None
+
+    @property
+    def note(self) -> str | None:
+        """What the prediction leaves out, as a sentence; None if it is complete."""
+        if self.hardware.devices == 1:
+            return None
+        return (
+            f"One of the {self.hardware.devices} devices is simulated, with an equal share of the optimizer state and "
+            "of the host; it sends gradients and gets changed weights in rings, as with process_group=."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +139,7 @@ class Forecast:
     """Predicted numbers of one policy with its options.
 
     Attributes:
-        label: the policy, and the name of a mixture; ``title`` adds the numbers that were chosen for it.
+        label: the policy, and whether its state is in files; ``title`` adds the numbers that were chosen for it.
         options: the policy, and the options that it reads and that are not at their defaults: the block to paste.
         needs: bytes by item; shortages: missing bytes by memory; empty if the policy fits.
         step_s, stall_s: a step, and the time in it that the device waits, in seconds.
@@ -216,12 +287,8 @@ def _needs(plan: Plan, options: Options, scenario: Scenario) -> Needs:
     )
 
 
-def forecast(options: Options, scenario: Scenario, *, label: str | None = None) -> Forecast:
-    """Predict a run with ``options`` instead of those of the scenario.
-
-    Args:
-        options: with ``update_stride`` resolved, see ``auto_policy.resolve_stride``.
-        label: None takes the policy.
+def forecast(options: Options, scenario: Scenario) -> Forecast:
+    """Predict a run with ``options``, whose ``update_stride`` is resolved, instead of those of the scenario.
 
     Raises:
         ValueError: the hardware lacks a number that the policy needs, or has fewer cores than ``options.workers``.
@@ -241,7 +308,7 @@ def forecast(options: Options, scenario: Scenario, *, label: str | None = None) 
     tokens = scenario.tokens * hardware.devices
     rate = tokens / step.seconds if step.seconds else math.inf  # a model without elements takes no time
     return Forecast(
-        label=label or options.policy,
+        label=f"{options.policy}{', files' if options.offload_device == 'nvme' else ''}",
         policy=options.policy,
         options=changed(options),
         needs=needed,
@@ -282,3 +349,133 @@ def changed(options: Options) -> dict[str, Any]:
     defaults = {each.name: each.default for each in fields(Options)}
     left_out = {name for name, value in values.items() if value == defaults[name]} | set(unread(options))
     return {name: value for name, value in values.items() if name == "policy" or name not in left_out}
+
+
+def stride_rates(
+    hardware: Hardware, *, weight_bytes: float = 2, window: int = 1, state_bytes: float = STATE_BYTES
+) -> dict[str, float]:
+    """The arguments of ``update_stride`` for a machine, per device, with the workers that it has by default.
+
+    The slower of its workers and its memory limits the host's update, which also casts. Its one pass over an update
+    window counts as ``window`` updates, since the device would update, and stream the state, in each of these steps; it
+    reads as many gradients. So mixtures with ``zenflow`` stream less than a blocking policy would.
+    """
+    host_bytes = 2 * state_bytes + 2 * weight_bytes  # state both ways, a gradient read, a weight written
+    cores = hardware.devices * hardware.workers * hardware.adam_per_core
+    node = min(cores, hardware.host_bandwidth / host_bytes)
+    updates_per_pass = window * host_bytes / (host_bytes + (window - 1) * weight_bytes)
+    return {
+        "cpu_update": updates_per_pass * node / hardware.devices,
+        "gpu_update": hardware.device_bandwidth / DEVICE_UPDATE_BYTES,
+        # State goes both ways. Equation 1 counts it in fp32.
+        "link": min(hardware.link_to_host, hardware.link_to_device) / FP32_BYTES * STATE_BYTES / state_bytes,
+        "cpu_downscale": math.inf,
+    }
+
+
+def _rates_of(options: Options, hardware: Hardware, specs: Sequence[ParamSpec]) -> dict[str, float]:
+    per_block = FP32_BYTES * QUANTIZATION_BLOCK + 2 * moment_bytes(options.state_dtype, QUANTIZATION_BLOCK)
+    return stride_rates(
+        hardware,
+        weight_bytes=stride_weight_bytes(specs),
+        window=options.longest_window,
+        state_bytes=per_block / QUANTIZATION_BLOCK,
+    )
+
+
+def resolve_stride(options: Options, hardware: Hardware, specs: Sequence[ParamSpec]) -> Options:
+    """``options`` with a number for an ``update_stride`` that is left to Deep Optimizer States' Equation 1."""
+    if not options.measures_stride:
+        return options
+    return replace(options, update_stride=stride_of(update_stride(**_rates_of(options, hardware, specs))))
+
+
+def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
+    """The equations of ``found`` with their numbers, without those whose value is zero.
+
+    Returns:
+        ``explained``, one per line; ``smallest_interval`` without a stall by the roofline, None if no update window is
+        long enough: not there if the step waits for host updates anyway.
+    """
+    options, hardware = Options.from_keywords(**found.options), scenario.hardware
+    plan = node_plan(options, scenario)
+    moved, device = traffic_of(plan) or Traffic(blocking=True), found.step_s - found.stall_s
+    waits = moved.blocking or not options.overlap_step
+    if not scenario.final_at_step(options):  # the backward hides host updates
+        moved = replace(moved, blocking=False)
+    rates, stride = hardware.bandwidths(options.workers), _rates_of(options, hardware, scenario.model.params)
+    micro_batch = -(-scenario.tokens // plan.micro_batches)
+    values = {
+        **activation_values(scenario.model, micro_batch),
+        **stride,
+        **roofline_values(moved, rates, device=device),
+        "model": plan.model_bytes or 1,
+    }
+    streams = options.policy == "deep_optimizer_states" and math.isfinite(update_stride(**stride))
+    equations = (
+        *([STRIDE_RATIO] if streams else []),
+        RECOMPUTED_ACTIVATIONS if scenario.recompute else ACTIVATIONS,
+        TRAFFIC,
+        *roofline(moved.blocking),
+    )
+    explained: dict[str, Any] = {"explained": [each.line(values) for each in equations if each.of(values)]}
+    if waits:
+        return explained
+    return explained | {"smallest_interval": limit_of(moved, rates, device_ms=1e3 * device).smallest_interval}
+
+
+STATE: tuple[Mapping[str, Any], ...] = tuple(
+    {"state_dtype": dtype, "split_master": split} for dtype, split in product(("fp32", "bf16", "fp8"), (False, True))
+)
+"""Ways to store the state."""
+
+_WAYS: tuple[dict[str, Any], ...] = ({}, {"gradient_compression": "int8"}, {"accumulate_on_device": True})
+GRADIENTS: tuple[Mapping[str, Any], ...] = tuple(
+    {"shared_buffers": shared, **way} for way, shared in product(_WAYS, (False, True))
+)
+"""Ways to keep the gradients of update windows."""
+
+_NOT_OF_THE_OPTIMIZER = ("weights", "loaded weights", "activations")
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One combination of ``STATE`` and ``GRADIENTS``.
+
+    Attributes:
+        options: the changed ones.
+        host, disk: bytes per parameter of the model, of the node.
+        device: likewise of all devices, without weights and activations.
+    """
+
+    options: Mapping[str, Any]
+    host: float
+    device: float
+    disk: float
+
+
+def bytes_per_parameter(options: Options, scenario: Scenario) -> list[Combination]:
+    """The memory of each combination that goes together, under the policy of ``options`` and its other values."""
+    found = []
+    options = replace(options, gradient_compression=None, accumulate_on_device=False)
+    for state, gradients in product(STATE, GRADIENTS):
+        changes = {**state, **gradients}
+        if not all(reads(options.policy, name) for name, value in changes.items() if value):
+            continue
+        try:
+            needed = needs(replace(options, **changes), scenario)
+        except ValueError:  # these exclude each other, or the model cannot have them: no combination
+            continue
+        found.append(_combination(changes, needed, scenario))
+    return found
+
+
+def _combination(changes: Mapping[str, Any], needed: Needs, scenario: Scenario) -> Combination:
+    count = max(1, scenario.model.numel)
+    of_optimizer = [size for name, size in needed.device.items() if name not in _NOT_OF_THE_OPTIMIZER]
+    return Combination(
+        options=changes,
+        host=sum(needed.host.values()) / count,
+        device=sum(of_optimizer) * scenario.hardware.devices / count,
+        disk=sum(needed.disk.values()) / count,
+    )

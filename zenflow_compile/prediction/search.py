@@ -1,5 +1,7 @@
 """Searches the options of a run: which of them fit, and how long their steps take, by simulation.
 
+``policy="auto"``, ``plan --frontier`` and ``plan --models`` all ask it; they differ in the options that are given.
+
 The options have too many combinations to simulate all of them. The search begins with every policy and changes one
 option at a time, from each plan that no other one beats (Pareto local search: Paquete, Chiarandini and Stuetzle 2004).
 So an option more costs simulations in proportion to its values, and is one line of ``dimensions``.
@@ -7,15 +9,24 @@ So an option more costs simulations in proportion to its values, and is one line
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, islice
 from typing import Any
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.memory import Needs
-from zenflow_compile.prediction.auto_policy import WORTH_IT, resolve_stride
-from zenflow_compile.prediction.forecast import Forecast, changed, departures, forecast, needs
-from zenflow_compile.prediction.scenario import Scenario
+from zenflow_compile.prediction.forecast import (
+    Forecast,
+    Scenario,
+    changed,
+    departures,
+    forecast,
+    needs,
+    node_plan,
+    resolve_stride,
+)
 
 Dimension = tuple[Mapping[str, Any], ...]
 """Alternatives of an option, or of several together. Those next to each other differ the least."""
@@ -34,15 +45,24 @@ NEAR = 1.1
 PATIENCE = 8
 """The search for the fastest plan ends after the neighbors of this many plans in a row were not faster."""
 
+WORTH_IT = 0.01
+"""Share of a step that another plan must save: below it, the one that is nearest to AdamW is taken."""
+
+_LEFT_TO_AUTO = ("policy", "offload_device", "spare_device_bytes", "ratio", "update_stride")
+"""Options that ``policy="auto"`` searches where they are at their defaults. It keeps those that steer convergence."""
+
+_FILLED = 0.9  # share of the free device memory that residents may take: estimates may be too low
+
 _PLACES: Dimension = (
     {"policy": "resident"},
-    {"policy": "twinflow"},
     {"policy": "zero_offload"},
+    {"policy": "twinflow"},
     {"policy": "deep_optimizer_states"},
     {"policy": "zenflow"},
     {"policy": "zenflow", "offload_device": "nvme"},
     {"policy": "zero_infinity"},
 )
+_PLACES_IN_FILES = _PLACES[-2:]
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of all optimizer state
 
 
@@ -55,7 +75,7 @@ def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimensi
         given: names of options that the user chose. They keep the values that the scenario has.
     """
     searched: tuple[Dimension, ...] = (
-        _PLACES,
+        _places(scenario),
         _residents(scenario, given),
         tuple({"ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)),
         ({"update_stride": None}, {"update_stride": "auto"}),
@@ -93,15 +113,48 @@ def _fewer_bytes(scenario: Scenario) -> Dimension:
     )
 
 
+def _places(scenario: Scenario) -> Dimension:
+    has_disk = scenario.hardware.disk_read is not None and scenario.hardware.disk_write is not None
+    in_files = has_disk and scenario.options.nvme_path is not None
+    found = _PLACES if in_files else tuple(each for each in _PLACES if each not in _PLACES_IN_FILES)
+    return tuple({"offload_device": "cpu"} | dict(each) for each in found)
+
+
 def _residents(scenario: Scenario, given: Collection[str]) -> Dimension:
-    """From no resident parameters to seven eighths of them."""
+    """From no resident parameters to seven eighths of them, or of those that fit; with ``fill_device`` all that fit."""
     most = scenario.options.device_share
+    if scenario.options.fill_device:
+        return ({"device_share": most, "spare_device_bytes": next(iter(_fitting(scenario)[::-1]), 0)},)
     shares = [most] if "device_share" in given or not most else [0.0, most]
-    spare = [{"device_share": most, "spare_device_bytes": size} for size in _state_shares(scenario)]
+    spare = [{"device_share": most, "spare_device_bytes": size} for size in _spare_bytes(scenario)]
     return (
         *({"device_share": share} for share in shares),
         *(each for each in spare if "spare_device_bytes" not in given),
     )
+
+
+def _spare_bytes(scenario: Scenario) -> list[int]:
+    fitting = _fitting(scenario)
+    if not fitting or fitting[-1] >= max(_state_shares(scenario), default=0):
+        return _state_shares(scenario)
+    return sorted({fitting[max(1, round(share * len(fitting))) - 1] for share in (*_SHARES, 1.0)})
+
+
+def _fitting(scenario: Scenario) -> list[int]:
+    """The ``spare_device_bytes`` with which one parameter more is resident, as long as the device has the memory.
+
+    A resident parameter takes more than its state: its gradient stays on the device until the step.
+    """
+    options = resolve_stride(replace(scenario.options, policy="zenflow"), scenario.hardware, scenario.model.params)
+    devices, device_bytes = scenario.hardware.devices, scenario.hardware.device_bytes
+    offloaded = [param for param in node_plan(options, scenario).params if param.offloaded]
+    spare = [-(-size // devices) for size in accumulate(param.whole_state_bytes for param in offloaded)]
+    taken = sum(needs(options, scenario).device.values())
+
+    def filled(size: int) -> int:
+        return sum(needs(replace(options, spare_device_bytes=size), scenario).device.values())
+
+    return spare[: bisect_right(spare, taken + _FILLED * (device_bytes - taken), key=filled)]
 
 
 def _state_shares(scenario: Scenario) -> list[int]:
@@ -146,6 +199,7 @@ class Search:
 
     def __init__(self, scenario: Scenario, given: Collection[str] = (), *, exact: bool = False) -> None:
         self.scenario = scenario
+        self.given = given
         self.exact = exact
         self.dimensions = dimensions(scenario, given)
         self._candidates: dict[str, Candidate | None] = {}
@@ -157,11 +211,16 @@ class Search:
         return [found for _, found in self._found.values()]
 
     def starts(self) -> Iterator[Choice]:
-        """The simplest choice of every place for the state; where it does not fit, a smaller one that nearly does."""
+        """The simplest choice of every place for the state; where it does not fit, a smaller one that nearly does.
+
+        TwinFlow begins with a share of the state on the device, since without one it is ``zero_offload``.
+        """
         for place in range(len(self.dimensions[0])):
             choice = (place, *(0 for _ in self.dimensions[1:]))
             if (candidate := self.candidate(choice)) is not None:
                 yield self._smaller(choice, candidate, 0)
+            else:
+                yield from islice((other for other in self.neighbors(choice) if other[0] == place), 1)
 
     def neighbors(self, choice: Choice) -> Iterator[Choice]:
         """Choices that differ in one dimension: in any place, else in the next alternative.
@@ -216,15 +275,13 @@ class Search:
         return min(found, key=lambda each: each.missing)
 
     def fastest(self) -> Forecast | None:
-        """The fastest plan that fits, found by the neighbors of the fastest ones in turn; None if none fits.
+        """The fastest plan that fits; None if none fits.
 
-        The search ends at the first plan in which the device does not wait, or by ``PATIENCE``. Of plans that are
-        hardly slower than the fastest, it returns the one that is nearest to AdamW.
+        It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``. Of
+        plans that are hardly slower than the fastest, it returns the one that is nearest to AdamW.
         """
         for choice in self.starts():
-            found = self.simulate(choice)
-            if found is not None and _is_free(found):
-                return found
+            self.simulate(choice)
         explored: set[str] = set()
         not_faster = 0
         while self._found:
@@ -259,6 +316,24 @@ class Search:
                     self.simulate(choice)
         return self.forecasts
 
+    def options_of(self, found: Forecast) -> Options:
+        """All options of a plan that was simulated."""
+        (choice,) = (choice for choice, plan in self._found.values() if plan is found)
+        candidate = self.candidate(choice)
+        assert candidate is not None
+        return candidate.options
+
+    def by_place(self, best: Forecast | None) -> list[Forecast]:
+        """The fastest known plan of each place, or ``best`` of its own; a forecast of the start if none fits."""
+        plans = []
+        for start in self.starts():
+            known = [plan for choice, plan in self._found.values() if choice[0] == start[0]]
+            candidate = self.candidate(start)
+            assert candidate is not None
+            fastest = min(known, key=lambda plan: (plan is not best, plan.step_s), default=None)
+            plans.append(fastest or forecast(candidate.options, self.scenario))
+        return plans
+
     def _on_frontiers(self) -> set[str]:
         best = [each for memory in (device_first, host_first) for each in chain(self.forecasts, memory)]
         return {key for key, (_, found) in self._found.items() if any(found is each for each in best)}
@@ -272,12 +347,15 @@ class Search:
             options = replace(scenario.options, **changes)
         except ValueError:  # the options exclude each other: no candidate
             return None
-        if (options.accumulate_on_device and options.longest_window == 1) or (self.exact and departures(options)):
+        searched = {name for name, value in changes.items() if value and name not in self.given}
+        in_vain = "accumulate_on_device" in searched and options.longest_window == 1
+        in_vain |= options.policy == "twinflow" and "ratio" in searched and options.ratio == 1.0
+        if in_vain or (self.exact and departures(options)):
             return None
         resolved = resolve_stride(options, scenario.hardware, scenario.model.params)
         # Every subgroup has a parameter at least: such a stride streams nothing, as None does.
-        nothing = resolved.stride is not None and resolved.stride > len(scenario.model.params)
-        return None if nothing else resolved
+        streams_nothing = resolved.stride is not None and resolved.stride > len(scenario.model.params)
+        return None if streams_nothing and "update_stride" in searched else resolved
 
     def _smaller(self, choice: Choice, candidate: Candidate, fixed: int) -> Choice:
         """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another.
@@ -353,3 +431,125 @@ def device_first(each: Forecast) -> tuple[int, int]:
 def host_first(each: Forecast) -> tuple[int, int]:
     """Host memory, then device memory."""
     return each.host_bytes, each.device_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Plans that fit, the fastest first; each one is slower than the one before and needs less memory.
+
+    Attributes:
+        fastest: the shortest step of all plans that were simulated. Others are slower than it.
+        device: the first needs the least device memory of those that are hardly slower than ``fastest``; then less of
+            it, down to the least of all. Each takes the host memory that it needs.
+        host: likewise with host memory.
+        nearest: the plan that lacks the fewest bytes; it fits if any does.
+    """
+
+    scenario: Scenario
+    fastest: Forecast | None
+    device: tuple[Forecast, ...]
+    host: tuple[Forecast, ...]
+    nearest: Candidate
+
+    @property
+    def points(self) -> list[Forecast]:
+        """All plans of both, each one time, those of ``device`` first. Their number is their place plus one."""
+        return [*self.device, *(each for each in self.host if each not in self.device)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: bytes, seconds, tokens per second; ``device`` and ``host`` have indices of ``points``."""
+        asked, points = self.scenario, self.points
+        return {
+            "model": asked.model.name,
+            "parameters": asked.model.numel,
+            "dtype": asked.dtype,
+            "hardware": asked.hardware.name,
+            "tokens": asked.tokens,
+            "fastest_step_s": None if self.fastest is None else self.fastest.step_s,
+            "points": [each.as_dict() | {"departures": list(each.departures)} for each in points],
+            "device": [points.index(each) for each in self.device],
+            "host": [points.index(each) for each in self.host],
+            "shortages": self.nearest.needs.shortages(asked.hardware),
+        }
+
+
+def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = False) -> Frontier:
+    """Search the plans of a model on given hardware.
+
+    Args:
+        scenario: with the memory that a plan may use.
+        given: names of options that the user chose. All others are searched.
+        exact: only plans that give AdamW's numbers, to rounding.
+
+    Raises:
+        ValueError: the given options exclude each other under every policy, or the hardware lacks a number.
+    """
+    search = Search(scenario, given, exact=exact)
+    found = search.explore()
+    return Frontier(
+        scenario=scenario,
+        fastest=min(found, key=lambda each: each.step_s, default=None),
+        device=tuple(chain(found, device_first)),
+        host=tuple(chain(found, host_first)),
+        nearest=search.nearest(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a model can be trained: ``best`` is its fastest plan, None if none fits, and ``nearest`` lacks least."""
+
+    scenario: Scenario
+    best: Forecast | None
+    nearest: Candidate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: bytes, seconds, tokens per second."""
+        best = None if self.best is None else self.best.as_dict() | {"departures": list(self.best.departures)}
+        return {
+            "model": self.scenario.model.name,
+            "parameters": self.scenario.model.numel,
+            "best": best,
+            "shortages": self.nearest.needs.shortages(self.scenario.hardware),
+        }
+
+
+def fit(scenario: Scenario, given: Collection[str] = (), *, exact: bool = False) -> Fit:
+    """The fastest plan of a model on given hardware; arguments and errors as for ``frontier``."""
+    search = Search(scenario, given, exact=exact)
+    best = search.fastest()
+    return Fit(scenario, best, search.nearest())
+
+
+def kept_by_auto(options: Options) -> set[str]:
+    """Names of the options that are given under ``policy="auto"``."""
+    return {
+        each.name
+        for each in fields(Options)
+        if each.name not in _LEFT_TO_AUTO or getattr(options, each.name) != each.default
+    } - {"policy"}
+
+
+def choose(scenario: Scenario) -> Options:
+    """The options that ``policy="auto"`` stands for. Those that their policy does not read stay.
+
+    Raises:
+        ValueError: no policy fits.
+    """
+    search = Search(scenario, kept_by_auto(scenario.options))
+    if (best := search.fastest()) is not None:
+        return search.options_of(best)
+    near = search.nearest()
+    shortages = near.needs.shortages(scenario.hardware)
+    lacks = " and ".join(f"{size / 1e9:.3g} GB of {memory} memory" for memory, size in shortages.items())
+    raise ValueError(
+        f"no policy fits {scenario.hardware.name!r}: {near.options.policy} comes nearest and lacks {lacks}; use fewer "
+        "tokens per step, recompute activations, give nvme_path for state in files, or take a smaller model"
+    )
+
+
+def compare(scenario: Scenario) -> tuple[list[Forecast], Forecast | None]:
+    """The fastest plan of each place for the state, also where none fits, and the one that ``choose`` takes."""
+    search = Search(scenario, kept_by_auto(scenario.options))
+    best = search.fastest()
+    return search.by_place(best), best

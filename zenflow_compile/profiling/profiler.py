@@ -15,7 +15,7 @@ from rich.console import Console
 
 from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.performance.traffic import Bandwidths
+from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.profiling.report import print_ranks, print_report

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from zenflow_compile.performance.traffic import Bandwidths, Traffic, traffic_of
+from zenflow_compile.performance.hardware import Bandwidths
+from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.timeline import COMPUTE, AdaptiveWindows, Event, NormSums
 

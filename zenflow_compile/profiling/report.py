@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zenflow_compile.checks.printable import printable
-from zenflow_compile.performance.roofline import Limit, limit_of
-from zenflow_compile.performance.traffic import Bandwidths
+from zenflow_compile.performance.equations import Limit, limit_of
+from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
 from zenflow_compile.profiling.gantt import MARKS, Gantt, Mark, draw, duration_label
 from zenflow_compile.profiling.recording import Recording

@@ -11,19 +11,17 @@ long as the plan says, and nothing re-selects; launching work costs nothing; a d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zenflow_compile.checks.validate import check_flag, check_integer
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.model_shapes import ModelShape
-from zenflow_compile.performance.traffic import Bandwidths
-from zenflow_compile.performance.workload import workload_of
+from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.prediction.device import Device
+from zenflow_compile.prediction.lanes import POOL, Row
+from zenflow_compile.prediction.workload import Workload, workload_of
 from zenflow_compile.profiling.recording import Recording, recording_of
-from zenflow_compile.simulator.device import Device
-from zenflow_compile.simulator.machine import POOL, Row
-from zenflow_compile.simulator.steady_state import first_step, rows_of, run_until_steady, seconds_of
 from zenflow_compile.timeline import COMPUTE, D2H, DISK, H2D, Event, worker_lane
 
 _NS = 1e9
@@ -76,12 +74,7 @@ def simulate(
     return replace(
         recording,
         traffic=recording.traffic if hardware.devices == 1 else None,
-        bandwidths=Bandwidths(
-            host=min(hardware.host_bandwidth / hardware.devices, device.machine.pool_rate),
-            to_host=hardware.link_to_host,
-            to_device=hardware.link_to_device,
-            disk=_disk_bandwidth(hardware),
-        ),
+        bandwidths=hardware.bandwidths(threads),
         title=f"predicted: {model.name} on {hardware.name}",
     )
 
@@ -168,13 +161,6 @@ def _check(plan: Plan, hardware: Hardware, model: ModelShape) -> None:
     hardware.check_rates(in_files=plan.bytes_in_turn > 0)
 
 
-def _disk_bandwidth(hardware: Hardware) -> float | None:
-    """Bytes per second of a device's share of the disk, which reads and writes equal amounts in turn."""
-    if hardware.disk_read is None or hardware.disk_write is None:
-        return None
-    return 2 / (1 / hardware.disk_read + 1 / hardware.disk_write) / hardware.devices
-
-
 def _events(rows: Iterable[Row], workers: int) -> tuple[Event, ...]:
     """Events of the recorded steps in order of time; those of the pool become one per worker."""
     events = []
@@ -187,3 +173,75 @@ def _events(rows: Iterable[Row], workers: int) -> tuple[Event, ...]:
                 Event(lane=lane, kind=row.kind, start_ns=begin, end_ns=end, step=row.step, param=row.param, bytes=size)
             )
     return tuple(sorted(events, key=lambda event: (event.start_ns, event.end_ns)))
+
+
+_RUN_IN = 4  # steps
+_ALIKE = 1e-4  # relative difference below which two cycles take the same time
+_PATIENCE = 24  # steps, in at least three cycles, after which the second half is reported even if nothing repeats
+
+
+def first_step(work: Workload) -> int:
+    """The number of the step to begin with: a whole cycle before the steady steps with state in files, else less."""
+    return 0 if work.in_files else max(0, work.cycle - _RUN_IN)
+
+
+def run_until_steady(device: Device, *, steps: int, whole: bool) -> range:
+    """Run ``device``, which begins at ``first_step``, and finish its work in flight.
+
+    Args:
+        steps: to report.
+        whole: report more steps, up to whole periods of the steady state.
+
+    Returns:
+        The steps to report.
+    """
+    cycle = device.work.cycle
+    first, period = cycle + device.work.staleness, cycle
+    if device.work.in_files:
+        cycles, steady = _run_until_cycles_repeat(device)
+        first += (cycles - steady - 1) * cycle
+        period *= steady
+    if whole:
+        steps = -(-steps // period) * period
+    device.run(first + steps - device.next_step)
+    device.finish()
+    return range(first, first + steps)
+
+
+def seconds_of(device: Device, steps: range) -> float:
+    """Simulated time of ``steps``."""
+    return device.step_ends[steps[-1]] - device.step_ends[steps[0] - 1]
+
+
+def rows_of(device: Device, steps: range) -> Iterator[Row]:
+    """Rows of ``steps``. The disk works ahead and behind: its rows count if they begin within these steps.
+
+    Times are from the start of the first step, which gets the number of the first step after one cycle.
+    """
+    origin, end = device.step_ends[steps[0] - 1], device.step_ends[steps[-1]]
+    shift = steps[0] - device.work.cycle - device.work.staleness
+    for row in device.machine.rows:
+        step = row.step
+        if row.lane == DISK:
+            if not origin <= row.begin < end:
+                continue
+            step = min(max(step, steps[0]), steps[-1])
+        elif step not in steps:
+            continue
+        yield Row(row.lane, row.kind, row.begin - origin, row.end - origin, step - shift, row.param, row.size)
+
+
+def _run_until_cycles_repeat(device: Device) -> tuple[int, int]:
+    """Returns how many cycles ran, and how many of the last ones count."""
+    cycle = device.work.cycle
+    longest = max(3, _PATIENCE // cycle)
+    begin, seconds, progress = 0.0, 0.0, (0, 0)
+    for count in range(1, longest + 1):
+        device.run(cycle)
+        end = device.step_ends[device.next_step - 1]
+        before = seconds, progress
+        seconds, progress = end - begin, device.machine.files.progress()
+        if abs(seconds - before[0]) <= _ALIKE * before[0] and progress == before[1]:
+            return count, 1
+        begin = end
+    return longest, longest // 2

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.workload import Block, Stage, Workload
 from zenflow_compile.planning.plan import GRADIENT_RING
-from zenflow_compile.simulator.clock import Span
-from zenflow_compile.simulator.machine import Job, Machine, Row
-from zenflow_compile.simulator.nvme_cache import NvmeCache
-from zenflow_compile.simulator.weight_loads import WeightLoads
+from zenflow_compile.prediction.lanes import Job, Machine, Row, Span
+from zenflow_compile.prediction.transfers import NvmeCache, WeightLoads
+from zenflow_compile.prediction.workload import Block, Stage, Workload
 from zenflow_compile.timeline import COMPUTE, SLACK, STEP, WINDOWS
 
 _Blocked = Callable[[], bool]

@@ -14,17 +14,17 @@ from rich.console import Console
 
 from tests.support.machines import ELEMENTS, layers, llama, machine
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import model_catalog
-from zenflow_compile.performance.model_shapes import flops_per_token
+from zenflow_compile.performance import models
+from zenflow_compile.performance.models import flops_per_token
 from zenflow_compile.performance.traffic import traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan
+from zenflow_compile.prediction.lanes import Clock, Span
+from zenflow_compile.prediction.simulate import simulate, steady_step
 from zenflow_compile.profiling.chrome_trace import chrome_trace
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.report import print_report
 from zenflow_compile.profiling.summary import summarize
-from zenflow_compile.simulator.clock import Clock, Span
-from zenflow_compile.simulator.simulate import simulate, steady_step
 from zenflow_compile.timeline import Event
 
 S = 1_000_000_000  # a second
@@ -274,7 +274,7 @@ def test_recomputation_costs_another_forward() -> None:
 @pytest.mark.parametrize("name", ["llama2-7b", "qwen2.5-1.5b", "dos-20b"])
 def test_forward_and_backward_do_all_flops(name: str) -> None:
     """Tied heads count; embeddings that are only looked up do not."""
-    model = model_catalog.model(name)
+    model = models.model(name)
     recording = simulate(plan_of(model, policy="resident"), machine(device_flops=1e15), model, tokens=100, steps=1)
     computed = sum(event.duration_ns for event in recording.events if event.kind in ("forward", "backward")) / S
     assert computed == pytest.approx(flops_per_token(model, model.context) * 100 / 5e14, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Less memory never makes a step faster, no plan beats a frontier, and pasted options give the same numbers."""
+"""Less memory never makes a step faster, no plan beats a frontier, and every question gets the same answer."""
 
 from __future__ import annotations
 
@@ -10,21 +10,32 @@ from typing import Any
 import pytest
 
 import zenflow_compile as zf
-from tests.support.machines import layers, machine, scenario
+from tests.support.machines import SLOW_HOST, layers, llama, machine, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.prediction.auto_policy import WORTH_IT
-from zenflow_compile.prediction.forecast import Forecast, forecast
-from zenflow_compile.prediction.frontier import Fit, Frontier, fit, frontier
-from zenflow_compile.prediction.scenario import Scenario
+from zenflow_compile.performance.hardware import hardware as named_hardware
+from zenflow_compile.performance.memory import needs_of
+from zenflow_compile.performance.models import ModelShape, shape_of
+from zenflow_compile.performance.models import model as named_model
+from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.prediction.forecast import Forecast, Scenario, changed, forecast, resolve_stride
+from zenflow_compile.prediction.predict import predict
 from zenflow_compile.prediction.search import (
     ALIKE,
+    WORTH_IT,
+    Fit,
+    Frontier,
     Memory,
     Search,
     chain,
+    choose,
     device_first,
     dimensions,
+    fit,
+    frontier,
     host_first,
+    kept_by_auto,
 )
 
 LAYER_STATE = 12 * 1_000_000
@@ -209,3 +220,146 @@ def test_converting_takes_time_on_a_few_fast_cores() -> None:
 def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="exclude each other in every plan"):
         frontier(asked(policy="deep_optimizer_states", offload_weights=1.0), ("offload_weights",))
+
+
+# What policy="auto" asks.
+
+MODEL = llama()
+
+
+def chosen(hardware: Hardware, **options: Any) -> Options:
+    return choose(scenario(Options(**options), hardware, MODEL, tokens=64))
+
+
+def bytes_of(hardware: Hardware, **options: Any) -> int:
+    plan = make_plan(MODEL.params, resolve_stride(Options(**options), hardware, MODEL.params))
+    return sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).device.values())
+
+
+def test_state_stays_on_the_device_if_it_fits() -> None:
+    assert chosen(SLOW_HOST).policy == "resident"
+
+
+def test_fastest_policy_that_fits_is_chosen() -> None:
+    resident, offloaded = (bytes_of(SLOW_HOST, policy=policy) for policy in ("resident", "zero_offload"))
+    tight = replace(SLOW_HOST, device_bytes=resident - 1)
+    best = chosen(tight)
+    assert best.policy != "resident"
+    assert not forecast(best, scenario(best, tight, MODEL, tokens=64)).shortages
+    assert chosen(replace(SLOW_HOST, device_bytes=offloaded)).policy == "zero_offload"
+
+
+def test_given_memory_limits_the_choice() -> None:
+    resident = bytes_of(SLOW_HOST, policy="resident")
+    assert chosen(SLOW_HOST).policy == "resident"
+    assert chosen(replace(SLOW_HOST, device_bytes=resident - 1)).policy != "resident"
+    in_files = Options(nvme_path="scratch")
+    needed = {}
+    for policy in ("zero_offload", "zero_infinity"):
+        plan = make_plan(MODEL.params, replace(in_files, policy=policy))
+        needed[policy] = sum(needs_of(plan, MODEL, devices=1, tokens=64, recompute=False).host.values())
+    assert needed["zero_infinity"] < needed["zero_offload"]
+    device_bytes = bytes_of(SLOW_HOST, policy="zero_offload")
+    tight = replace(SLOW_HOST, device_bytes=device_bytes, host_bytes=needed["zero_offload"] - 1)
+    assert choose(scenario(in_files, tight, MODEL, tokens=64)).in_files
+
+
+def test_error_if_nothing_fits() -> None:
+    with pytest.raises(ValueError, match=r"no policy fits 'round': \w+ comes nearest and lacks .* GB of device memory"):
+        chosen(replace(SLOW_HOST, device_bytes=1.0))
+
+
+def test_convergence_options_are_kept() -> None:
+    tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
+    best = chosen(tight, topk_ratio=0.2, update_interval=2, max_grad_norm=1.0)
+    assert (best.topk_ratio, best.update_interval, best.max_grad_norm) == (0.2, 2, 1.0)
+
+
+def test_same_inputs_give_the_same_options() -> None:
+    tight = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="resident") - 1)
+    assert chosen(tight) == chosen(tight)
+
+
+def test_shape_from_parameters_only() -> None:
+    shape = shape_of(MODEL.params)
+    assert (shape.layers, shape.hidden, shape.context) == (4, 512, 0)
+    assert choose(scenario(Options(), SLOW_HOST, shape, tokens=64)).policy == "resident"
+
+
+def test_model_that_begins_with_a_scalar() -> None:
+    shape = shape_of([ParamSpec("scale", (), BFLOAT16), *MODEL.params])
+    assert choose(scenario(Options(), SLOW_HOST, shape, tokens=64)).policy == "resident"
+
+
+def test_device_is_filled_up_to_its_memory() -> None:
+    """Each parameter that stays also keeps a pending gradient: filling the memory with state alone would overflow."""
+    hardware = replace(named_hardware("h200"), device_bytes=70e9)
+    model = named_model("llama2-7b")
+    plain = forecast(Options(topk_ratio=0.0), scenario(Options(), hardware, model, tokens=2048))
+    filled = row("zenflow", scenario(Options(topk_ratio=0.0, fill_device=True), hardware, model, tokens=2048))
+    assert filled.fits
+    assert plain.device_bytes + 0.85 * (70e9 - plain.device_bytes) < filled.device_bytes
+    assert filled.device_bytes <= plain.device_bytes + 0.9 * (70e9 - plain.device_bytes)
+
+
+def row(label: str, asked: Scenario) -> Forecast:
+    """The row of the table of ``plan``."""
+    (found,) = (each for each in predict(asked).forecasts if each.label == label)
+    return found
+
+
+TRIED: list[tuple[Hardware, ModelShape, dict[str, Any]]] = [
+    (machine(), layers(8), {"topk_ratio": 0.0, "device_share": 0.0, "update_interval": 1}),
+    (TIGHT, layers(8), {}),
+    (TIGHT, layers(8), {"nvme_path": "scratch"}),
+    (SLOW_HOST, llama(), {"update_stride": 4, "sub_group_size": 1}),
+    (named_hardware("h200"), named_model("llama2-13b"), {}),
+    (named_hardware("4xa100-40g-pcie4"), named_model("llama2-7b"), {"fill_device": True, "nvme_path": "scratch"}),
+]
+
+
+@pytest.mark.parametrize("case", TRIED, ids=range(len(TRIED)))
+def test_every_question_has_the_same_answer(case: tuple[Hardware, ModelShape, dict[str, Any]]) -> None:
+    """The optimizer's choice, the recommendation of ``plan``, and the best plan of ``--models`` with the same given."""
+    hardware, model, given = case
+    asked = scenario(Options(**given), hardware, model, tokens=64)
+    predicted = predict(asked)
+    best = predicted.recommended
+    assert best is not None
+    assert changed(choose(asked)) == best.options
+    assert fit(asked, kept_by_auto(asked.options)).best == best
+    fitting = [each.step_s for each in predicted.forecasts if each.fits]
+    assert best.step_s * (1 - WORTH_IT) <= min(fitting)
+
+
+def test_every_place_has_a_row() -> None:
+    asked = scenario(Options(nvme_path="scratch"), SLOW_HOST, MODEL, tokens=64)
+    of_policies = ["resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow"]
+    in_files = ["zenflow, files", "zero_infinity"]
+    assert [each.label for each in predict(asked).forecasts] == of_policies + in_files
+    no_disk = replace(SLOW_HOST, disk_read=None, disk_write=None)
+    assert [each.label for each in predict(replace(asked, hardware=no_disk)).forecasts] == of_policies
+
+
+def test_choice_keeps_options_that_are_not_read() -> None:
+    best = chosen(SLOW_HOST, topk_ratio=0.3, staleness=1)
+    assert (best.policy, best.topk_ratio, best.staleness) == ("resident", 0.3, 1)
+
+
+def test_fewest_residents_without_a_stall() -> None:
+    """As by hand above: two blocks of two layers are enough; ``fill_device`` keeps all."""
+    options = Options(topk_ratio=0.0, device_share=0.0, update_interval=1, update_stride=None)
+    small = machine(device_bytes=forecast(options, scenario(options, machine(), layers(8))).device_bytes + 80e6)
+    found = row("zenflow", scenario(options, small, layers(8)))
+    assert found.step_s == pytest.approx(24.0)
+    assert found.options["spare_device_bytes"] == 4 * LAYER_STATE
+    filled = row("zenflow", scenario(replace(options, fill_device=True), machine(), layers(8)))
+    assert filled.options["spare_device_bytes"] == 8 * LAYER_STATE
+
+
+def test_twinflow_keeps_no_more_than_it_needs() -> None:
+    """A host that is never waited for needs no resident parameters."""
+    fast = machine(adam_per_core=1e12, link_to_host=1e12, link_to_device=1e12)
+    asked = scenario(Options(), fast, layers(8))
+    assert row("twinflow", asked).options["ratio"] == 0.75
+    assert "ratio" not in row("deep_optimizer_states", asked).options

@@ -10,23 +10,15 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
+from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
+from zenflow_compile.performance.models import ModelShape, flops_per_token
 from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import FP32_BYTES, UPLOAD_RING, ParamPlan, Plan
-
-HOST_PASS_BYTES = 28
-"""Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
-gradient read, bf16 weights written."""
 
 CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 1.2e9, "fp8": 0.72e9}
 """Most parameters/s that one core updates, by dtype of the moments. Conversion limits a core where memory bandwidth
 does not. Measured on one AVX-512 core (benchmarks/results/host_adam.json: split masters, 1 gradient; of 4 gradients it
 updates 0.79e9 and 0.57e9)."""
-
-DEVICE_UPDATE_BYTES = 28
-"""Device memory per parameter of AdamW: moments and master (fp32 weights are their own) read and written, 24 bytes;
-gradient read, weights of the model's dtype written. With fp32 weights moments 16, weights 8, gradient 4: as many."""
 
 COARSE_LAYERS = 128
 """Most blocks that a coarse workload makes of a model's layers."""

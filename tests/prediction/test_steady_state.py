@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.machines import layers, machine
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import model_catalog
-from zenflow_compile.performance.hardware_catalog import hardware
+from zenflow_compile.performance import models
+from zenflow_compile.performance.hardware import hardware
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan
-from zenflow_compile.simulator.simulate import simulate, steady_step
+from zenflow_compile.prediction.simulate import simulate, steady_step
 
 FILES: dict[str, dict[str, Any]] = {
     "zero_infinity": {"policy": "zero_infinity"},
@@ -23,14 +23,14 @@ FILES: dict[str, dict[str, Any]] = {
 def plan_of(name: str, window: float | None) -> Plan:
     size = None if window is None else int(window)
     options = Options(**FILES[name], nvme_path="scratch", host_window_bytes=size)
-    return make_plan(model_catalog.model("llama2-7b").params, options)
+    return make_plan(models.model("llama2-7b").params, options)
 
 
 @pytest.mark.parametrize("policy", FILES)
 @pytest.mark.parametrize("window", [None, 5e9, 20e9, 40e9, 70e9])
 def test_file_traffic_of_a_steady_step(policy: str, window: float | None) -> None:
     """Bytes that were read before the first cycle, or are not written yet, would be missing."""
-    model, node, plan = model_catalog.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
+    model, node, plan = models.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
     step = steady_step(plan, node, model, tokens=2048)
     assert step.disk == pytest.approx(2 * sum(param.file_bytes / param.interval for param in plan.params_in_turn))
 
@@ -38,7 +38,7 @@ def test_file_traffic_of_a_steady_step(policy: str, window: float | None) -> Non
 @pytest.mark.parametrize("policy", FILES)
 @pytest.mark.parametrize("window", [None, 40e9])
 def test_plan_and_trace_have_equal_steps(policy: str, window: float | None) -> None:
-    model, node, plan = model_catalog.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
+    model, node, plan = models.model("llama2-7b"), hardware("h200"), plan_of(policy, window)
     recording = simulate(plan, node, model, tokens=2048)
     steps = [event.duration_ns / 1e9 for event in recording.events if event.lane == "step"]
     step = steady_step(plan, node, model, tokens=2048)

@@ -9,14 +9,14 @@ import pytest
 
 from tests.support.machines import llama, machine
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance import model_catalog, model_config, workload
-from zenflow_compile.performance.hardware_catalog import hardware
-from zenflow_compile.performance.model_shapes import ModelShape, flops_per_token
+from zenflow_compile.performance import models
+from zenflow_compile.performance.hardware import hardware
+from zenflow_compile.performance.models import ModelShape, flops_per_token, shape_of
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import ParamSpec, make_plan
-from zenflow_compile.prediction.auto_policy import shape_of
-from zenflow_compile.simulator.simulate import SteadyStep, simulate, steady_step
+from zenflow_compile.prediction import workload
+from zenflow_compile.prediction.simulate import SteadyStep, simulate, steady_step
 
 Shapes = list[tuple[int, ...]]
 
@@ -46,8 +46,8 @@ SHAPES: dict[str, ModelShape] = {
     "stem and encoder": shaped((256, 3, 16, 16), (256,), *ENCODER * 6),
     "stem, encoder and classifier": shaped((256, 3, 16, 16), (256,), *ENCODER * 6, (1000, 256), (1000,)),
     "nothing looked up": llama(),
-    **{name: model_catalog.model(name) for name in model_catalog.MODELS},
-    "of a size": model_catalog.of_size(10**9),
+    **{name: models.model(name) for name in models.MODELS},
+    "of a size": models.of_size(10**9),
 }
 
 
@@ -65,7 +65,7 @@ def test_gpt2_computes_its_head_and_no_lookup(tied: bool, tmp_path: Path) -> Non
     sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128, "vocab_size": 5000}
     path.write_text(json.dumps({"model_type": "gpt2", "tie_word_embeddings": tied, **sizes}))
     work = 6 * (4 * 12 * 256 * 256 + 5000 * 256) + 12 * 4 * 256 * 128
-    assert computed(model_config.from_config(path), 1e13, 100) == pytest.approx(work * 100 / 5e12, rel=1e-5)
+    assert computed(models.from_config(path), 1e13, 100) == pytest.approx(work * 100 / 5e12, rel=1e-5)
 
 
 def test_mlp_has_six_flops_per_weight_and_no_head() -> None:
@@ -100,7 +100,7 @@ def both(
 def test_some_steps_represent_a_long_cycle(
     name: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_catalog.model("llama2-7b")
+    model = models.model("llama2-7b")
     plan = make_plan(model.params, Options.from_keywords(update_interval=60, **options))
     coarse, whole = both(plan, model, name, monkeypatch, COARSE_CYCLE=25 * 34)
     assert coarse.seconds == pytest.approx(whole.seconds, rel=0.02)
@@ -112,7 +112,7 @@ def test_some_steps_represent_a_long_cycle(
 
 
 def test_some_steps_represent_few_files_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_catalog.model("llama2-7b")
+    model = models.model("llama2-7b")
     options = Options(update_interval=60, offload_device="nvme", nvme_path="scratch", host_window_bytes=60 * 10**9)
     plan = make_plan(model.params, options)
     coarse, whole = both(plan, model, "h200", monkeypatch, COARSE_CYCLE=25 * 34)
