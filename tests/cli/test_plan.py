@@ -419,7 +419,7 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_bad_arguments_exit_with_2_before_any_work(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation, "Device", None)
+    monkeypatch.setattr(simulation, "SimulatedDevice", None)
     monkeypatch.setattr(plan, "_measure", None)
     with pytest.raises(SystemExit) as caught:
         main.main(["plan", *arguments])

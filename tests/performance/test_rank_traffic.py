@@ -8,7 +8,7 @@ import pytest
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import models
-from zenflow_compile.performance.traffic import Exchange, RankTraffic, rank_traffic
+from zenflow_compile.performance.traffic import RankTraffic, Sharing, rank_traffic
 from zenflow_compile.planning.planners import make_plan
 
 OFFLOAD: dict[str, Any] = {"device_share": 0.0, "min_offload_size": 1}
@@ -18,18 +18,18 @@ SUMMED: dict[str, Any] = {**ZENFLOW, "accumulate_on_device": True}
 ZERO_OFFLOAD: dict[str, Any] = {"policy": "zero_offload", **OFFLOAD}
 
 # GB per step on 4 and on 8 ranks: sent, to the host, to the device by one rank; and host memory of the node.
-TABLE: dict[str, tuple[dict[str, Any], Exchange, tuple[tuple[float, float], ...]]] = {
-    "DDP": (RESIDENT, Exchange.ALL_REDUCE, ((20.2, 23.6), (0, 0), (0, 0), (0, 0))),
-    "replicas": (ZENFLOW, Exchange.ALL_REDUCE, ((20.2, 23.6), (12.1, 12.1), (3.0, 3.0), (534, 1067))),
-    "ZeRO-2": (ZERO_OFFLOAD, Exchange.WHOLE_WEIGHTS, ((20.2, 23.6), (3.4, 1.7), (3.4, 1.7), (108, 108))),
-    "whole": (ZENFLOW, Exchange.WHOLE_WEIGHTS, ((20.2, 23.6), (3.0, 1.5), (0.8, 0.4), (133, 133))),
-    "changed": (ZENFLOW, Exchange.CHANGED_SLICES, ((13.4, 15.6), (3.0, 1.5), (0.8, 0.4), (133, 133))),
-    "summed": (SUMMED, Exchange.CHANGED_SLICES, ((13.4, 15.6), (0.8, 0.4), (0.8, 0.4), (97, 97))),
-    "sharded": (ZENFLOW, Exchange.SHARDED, ((30.3, 35.4), (3.0, 1.5), (0.8, 0.4), (133, 133))),
+TABLE: dict[str, tuple[dict[str, Any], Sharing, tuple[tuple[float, float], ...]]] = {
+    "DDP": (RESIDENT, Sharing.ALL_REDUCE, ((20.2, 23.6), (0, 0), (0, 0), (0, 0))),
+    "replicas": (ZENFLOW, Sharing.ALL_REDUCE, ((20.2, 23.6), (12.1, 12.1), (3.0, 3.0), (534, 1067))),
+    "ZeRO-2": (ZERO_OFFLOAD, Sharing.WHOLE_WEIGHTS, ((20.2, 23.6), (3.4, 1.7), (3.4, 1.7), (108, 108))),
+    "whole": (ZENFLOW, Sharing.WHOLE_WEIGHTS, ((20.2, 23.6), (3.0, 1.5), (0.8, 0.4), (133, 133))),
+    "changed": (ZENFLOW, Sharing.CHANGED_SLICES, ((13.4, 15.6), (3.0, 1.5), (0.8, 0.4), (133, 133))),
+    "summed": (SUMMED, Sharing.CHANGED_SLICES, ((13.4, 15.6), (0.8, 0.4), (0.8, 0.4), (97, 97))),
+    "sharded": (ZENFLOW, Sharing.SHARDED, ((30.3, 35.4), (3.0, 1.5), (0.8, 0.4), (133, 133))),
 }
 
 
-def traffic(options: dict[str, Any], ranks: int, exchange: Exchange) -> RankTraffic:
+def traffic(options: dict[str, Any], ranks: int, exchange: Sharing) -> RankTraffic:
     model = models.model("llama2-7b")
     return rank_traffic(make_plan(model.params, Options(**options)), ranks, exchange)
 
@@ -47,15 +47,15 @@ def test_table_of_7b_parameters(name: str, place: int) -> None:
 
 
 def test_selection_costs_bytes_when_it_changes() -> None:
-    assert traffic(ZENFLOW, 4, Exchange.CHANGED_SLICES).selection_bytes / 1e6 == pytest.approx(0.66, abs=0.005)
-    assert traffic(ZENFLOW, 4, Exchange.WHOLE_WEIGHTS).selection_bytes == 0
+    assert traffic(ZENFLOW, 4, Sharing.CHANGED_SLICES).selection_bytes / 1e6 == pytest.approx(0.66, abs=0.005)
+    assert traffic(ZENFLOW, 4, Sharing.WHOLE_WEIGHTS).selection_bytes == 0
 
 
 def test_a_third_of_the_weights_changes_in_a_step() -> None:
-    found = traffic(ZENFLOW, 4, Exchange.CHANGED_SLICES)
+    found = traffic(ZENFLOW, 4, Sharing.CHANGED_SLICES)
     assert found.gathered / found.reduced == pytest.approx(0.325, abs=0.001)
 
 
 def test_ranks_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"ranks=0 must be at least 1"):
-        traffic(ZENFLOW, 0, Exchange.SHARDED)
+        traffic(ZENFLOW, 0, Sharing.SHARDED)

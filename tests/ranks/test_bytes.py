@@ -17,7 +17,7 @@ from tests.ranks.models import OFFLOAD, as_rank
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.traffic import Exchange, rank_traffic
+from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.host.cores import Core, LocalRanks, local_ranks
 
@@ -92,7 +92,7 @@ def test_counted_bytes_are_those_of_the_model(
     """
     options = WAYS[way]
     specs = [ParamSpec(name, tuple(param.shape), param.dtype) for name, param in model().named_parameters()]
-    expected = rank_traffic(make_plan(specs, Options(**options, **OFFLOAD)), ranks, Exchange.CHANGED_SLICES)
+    expected = rank_traffic(make_plan(specs, Options(**options, **OFFLOAD)), ranks, Sharing.CHANGED_SLICES)
     found = {2: two_ranks, 3: three_ranks}[ranks].call(counted, options, 9)
     assert sum(host for _, host, _, _ in found) == pytest.approx(expected.host_bytes, rel=0.02)
     for steps, *_ in found:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zenflow_compile.checks.printable import printable
-from zenflow_compile.performance.traffic import Exchange
+from zenflow_compile.performance.traffic import Sharing
 from zenflow_compile.prediction.forecast import GRADIENTS, SOME_DISK, STATE, Combination, Forecast, Scenario
 from zenflow_compile.prediction.predict import Prediction
 from zenflow_compile.prediction.search import Fit, Frontier, Memory, device_first, host_first
@@ -187,10 +187,10 @@ def bytes_table(title: str, combinations: Sequence[Combination]) -> Table:
 
 
 _SHARING = {
-    Exchange.CHANGED_SLICES: "process_group=",
-    Exchange.SHARDED: "fully_shard",
-    Exchange.WHOLE_WEIGHTS: "ZeRO-2, whole weights",
-    Exchange.ALL_REDUCE: "DDP, an optimizer each",
+    Sharing.CHANGED_SLICES: "process_group=",
+    Sharing.SHARDED: "fully_shard",
+    Sharing.WHOLE_WEIGHTS: "ZeRO-2, whole weights",
+    Sharing.ALL_REDUCE: "DDP, an optimizer each",
 }
 
 

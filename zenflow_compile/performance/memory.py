@@ -14,7 +14,7 @@ SLICE_BYTES = 16  # per slice of an offloaded parameter: fp32 squared norm and s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class MemoryNeeds:
     """Bytes by item: ``device`` of one device, ``host`` and ``disk`` of the node."""
 
     device: Mapping[str, int]
@@ -37,7 +37,7 @@ def needs_of(
     tokens: int,
     recompute: bool,
     staging_bytes: int | None = None,
-) -> Needs:
+) -> MemoryNeeds:
     """The memory that training with ``plan`` takes.
 
     Several micro-batches have the activations of one, and accumulate gradients on the device until the last of them.
@@ -49,7 +49,7 @@ def needs_of(
         staging_bytes: the option, of each device.
     """
     host_state = sum(param.host_state_bytes for param in plan.params)
-    return Needs(
+    return MemoryNeeds(
         device={
             "weights": plan.model_bytes - plan.offloaded_weight_bytes,
             "loaded weights": 0 if plan.weights is None else plan.weights.ring_bytes,

@@ -94,7 +94,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
 _INDEX_BYTES = 4
 
 
-class Exchange(StrEnum):
+class Sharing(StrEnum):
     """What ranks exchange in a step.
 
     ``ALL_REDUCE``: all gradients; each rank has an optimizer of its own, as under ``DistributedDataParallel``.
@@ -140,7 +140,7 @@ class RankTraffic:
         return (2 * self.all_reduced + self.reduced + self.gathered) * (self.ranks - 1) / self.ranks
 
 
-def rank_traffic(plan: Plan, ranks: int, exchange: Exchange) -> RankTraffic:
+def rank_traffic(plan: Plan, ranks: int, exchange: Sharing) -> RankTraffic:
     """The traffic of ``ranks`` that train with ``plan``, the plan of the whole model.
 
     Raises:
@@ -148,13 +148,13 @@ def rank_traffic(plan: Plan, ranks: int, exchange: Exchange) -> RankTraffic:
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1; give the number of devices of the node")
-    if exchange is Exchange.CHANGED_SLICES:
+    if exchange is Sharing.CHANGED_SLICES:
         return _traffic_of_shares(plan, ranks)
     own = traffic_of(plan) or Traffic()
-    alone = exchange is Exchange.ALL_REDUCE
+    alone = exchange is Sharing.ALL_REDUCE
     divided = 1 if alone else ranks
     weights = sum(param.weight_bytes for param in plan.params)
-    gathers = 0 if alone else 2 if exchange is Exchange.SHARDED else 1
+    gathers = 0 if alone else 2 if exchange is Sharing.SHARDED else 1
     return RankTraffic(
         ranks=ranks,
         all_reduced=weights if alone else 0,

@@ -10,8 +10,8 @@ from functools import partial
 
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.planning.plan import GRADIENT_RING
-from zenflow_compile.prediction.lanes import Job, Machine, Row, Span
-from zenflow_compile.prediction.transfers import NvmeCache, WeightLoads
+from zenflow_compile.prediction.lanes import HostUpdate, Lanes, Row, Span
+from zenflow_compile.prediction.transfers import FileTurns, WeightLoads
 from zenflow_compile.prediction.workload import Block, Stage, Workload
 from zenflow_compile.timeline import COMPUTE, SLACK, STEP, WINDOWS
 
@@ -23,11 +23,11 @@ def _not_blocked() -> bool:
     return False
 
 
-def _is_away(job: Job) -> bool:
+def _is_away(job: HostUpdate) -> bool:
     return not job.here
 
 
-class Device:
+class SimulatedDevice:
     """Runs steps of a workload in simulated time.
 
     Attributes:
@@ -43,8 +43,8 @@ class Device:
         """``first_step``: the number of the step to begin with; see ``steady_state.first_step``."""
         self.work = work
         self.weights = WeightLoads(work, first_step, self._is_final)
-        files = NvmeCache(work, backward=not final_at_step)
-        self.machine = Machine(hardware, workers, files, self.weights, work.staging_buffers)
+        files = FileTurns(work, backward=not final_at_step)
+        self.machine = Lanes(hardware, workers, files, self.weights, work.staging_buffers)
         self.step_ends: dict[int, float] = {}
         self._hardware = hardware
         self._final_at_step = final_at_step
@@ -54,9 +54,11 @@ class Device:
         self._gathers = [0] * len(work.blocks)  # all-gathers of weights in flight
         self._reductions = 0  # reduce-scatters of gradients in flight
         self._arrived = 0  # subgroups whose state came in, in this step
-        self._jobs: list[list[Job]] = [[] for _ in work.blocks]  # of this step
-        self._due: dict[tuple[int, int], list[Job]] = {}  # by step and block before whose forward they are applied
-        self._writers: dict[tuple[int, int], list[Job]] = {}  # likewise: jobs that write weights which it loads
+        self._jobs: list[list[HostUpdate]] = [[] for _ in work.blocks]  # of this step
+        self._due: dict[
+            tuple[int, int], list[HostUpdate]
+        ] = {}  # by step and block before whose forward they are applied
+        self._writers: dict[tuple[int, int], list[HostUpdate]] = {}  # likewise: jobs that write weights which it loads
 
     @property
     def next_step(self) -> int:
@@ -145,7 +147,7 @@ class Device:
         """Send a block's new gradient to other devices and to the host, and make jobs of the flushed update windows."""
         block, step = self.work.blocks[position], self._step
         windows = ((part, part.flushes[step % self.work.cycle]) for part in block.parts)
-        jobs = [Job(step, position, block.name, part, window) for part, window in windows if window is not None]
+        jobs = [HostUpdate(step, position, block.name, part, window) for part, window in windows if window is not None]
         self._jobs[position] = jobs
         for job in jobs:
             job.copies = bool(job.part.down)
@@ -179,7 +181,7 @@ class Device:
         for job in self._jobs[position]:
             self._submit_if_ready(job)
 
-    def _copy_pending(self, position: int, size: int, job: Job | None) -> None:
+    def _copy_pending(self, position: int, size: int, job: HostUpdate | None) -> None:
         self._pending_copies[position] += 1
         if job is not None:
             job.copies += 1
@@ -191,11 +193,11 @@ class Device:
 
         self.machine.copy_down("copy", size, self._step, self.work.blocks[position].name, copied)
 
-    def _copied(self, job: Job) -> None:
+    def _copied(self, job: HostUpdate) -> None:
         job.copies -= 1
         self._submit_if_ready(job)
 
-    def _submit_if_ready(self, job: Job) -> None:
+    def _submit_if_ready(self, job: HostUpdate) -> None:
         if job.final is not None and not job.copies:
             self.machine.submit(job)
 
@@ -222,7 +224,7 @@ class Device:
         for job in blocking:
             yield from self._apply(job)
 
-    def _queue_uploads(self) -> list[Job]:
+    def _queue_uploads(self) -> list[HostUpdate]:
         """Queue the uploads of this step's jobs; returns the jobs that the step itself waits for, in forward order."""
         blocking = []
         for read in [key for key in self._writers if key[0] <= self._step]:
@@ -242,7 +244,7 @@ class Device:
                 self.machine.queue_upload(job, needed)
         return blocking
 
-    def _apply(self, job: Job) -> _Program:
+    def _apply(self, job: HostUpdate) -> _Program:
         """Wait for the job's new weights and merge them."""
         assert job.final is not None
         self._row(SLACK, "slack", job.final, job.name, step=job.step)

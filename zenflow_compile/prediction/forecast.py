@@ -22,7 +22,7 @@ from zenflow_compile.performance.equations import (
     update_stride,
 )
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
-from zenflow_compile.performance.memory import Needs, activation_values, largest_staged_bytes, needs_of
+from zenflow_compile.performance.memory import MemoryNeeds, activation_values, largest_staged_bytes, needs_of
 from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -154,7 +154,7 @@ class Forecast:
     label: str
     policy: str
     options: dict[str, Any]
-    needs: Needs
+    needs: MemoryNeeds
     shortages: dict[str, int]
     step_s: float
     stall_s: float
@@ -271,12 +271,12 @@ def _weight_memory(plan: Plan, options: Options, scenario: Scenario) -> WeightMe
     return replace(weights, staging_buffers=max(FEWEST_STAGING_BUFFERS, options.staging_bytes // largest))
 
 
-def needs(options: Options, scenario: Scenario) -> Needs:
+def needs(options: Options, scenario: Scenario) -> MemoryNeeds:
     """The memory that a run with ``options`` takes."""
     return _needs(node_plan(options, scenario), options, scenario)
 
 
-def _needs(plan: Plan, options: Options, scenario: Scenario) -> Needs:
+def _needs(plan: Plan, options: Options, scenario: Scenario) -> MemoryNeeds:
     return needs_of(
         plan,
         scenario.model,
@@ -470,7 +470,7 @@ def bytes_per_parameter(options: Options, scenario: Scenario) -> list[Combinatio
     return found
 
 
-def _combination(changes: Mapping[str, Any], needed: Needs, scenario: Scenario) -> Combination:
+def _combination(changes: Mapping[str, Any], needed: MemoryNeeds, scenario: Scenario) -> Combination:
     count = max(1, scenario.model.numel)
     of_optimizer = [size for name, size in needed.device.items() if name not in _NOT_OF_THE_OPTIMIZER]
     return Combination(

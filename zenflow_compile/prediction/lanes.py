@@ -11,8 +11,8 @@ from functools import partial
 
 from zenflow_compile.performance.hardware import HOST_PASS_BYTES, Hardware
 from zenflow_compile.planning.plan import STREAM_BUFFERS
-from zenflow_compile.prediction.transfers import NvmeCache, Turn, WeightLoads
-from zenflow_compile.prediction.workload import FlushedWindow, Load, Part, Subgroup
+from zenflow_compile.prediction.transfers import FileTurn, FileTurns, WeightLoads
+from zenflow_compile.prediction.workload import Flush, Load, Part, StreamedGroup
 from zenflow_compile.timeline import D2H, DISK, H2D
 
 _ZERO_S = 1e-12  # a span with less than this left has ended, up to rounding
@@ -117,7 +117,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Job:
+class HostUpdate:
     """The update of a part's update window that ``step`` flushes: gradients down, host update, weights up, merge.
 
     Attributes:
@@ -134,17 +134,17 @@ class Job:
     position: int
     name: str
     part: Part
-    window: FlushedWindow
+    window: Flush
     copies: int = 0
     final: float | None = None
     seconds: float = 0.0
     remaining: float = 0.0
     reported: int = 0
-    turn: Turn | None = None
+    turn: FileTurn | None = None
     updated: bool = False
     here: bool = False
 
-    def __lt__(self, other: Job) -> bool:
+    def __lt__(self, other: HostUpdate) -> bool:
         """Earliest step first, then earliest use."""
         return (self.step, self.position) < (other.step, other.position)
 
@@ -161,7 +161,7 @@ class _Transfer:
     done: Callable[[], None]
 
 
-class Machine:
+class Lanes:
     """Serves each lane's queue in its order; ``dispatch`` starts every transfer and update that can start.
 
     Attributes:
@@ -173,7 +173,7 @@ class Machine:
     """
 
     def __init__(
-        self, hardware: Hardware, workers: int, files: NvmeCache, weights: WeightLoads, staging_buffers: int
+        self, hardware: Hardware, workers: int, files: FileTurns, weights: WeightLoads, staging_buffers: int
     ) -> None:
         self._on_host = hardware.device_cores is not None
         self._workers = workers
@@ -187,9 +187,9 @@ class Machine:
         self._down: deque[_Transfer] = deque()
         self._peers: deque[_Transfer] = deque()
         self._state_in: deque[_Transfer] = deque()
-        self._uploads: list[tuple[int, Job]] = []  # heap, by the step whose forward needs them
-        self._ready: list[Job] = []  # heap of host updates
-        self._updating: Job | None = None
+        self._uploads: list[tuple[int, HostUpdate]] = []  # heap, by the step whose forward needs them
+        self._ready: list[HostUpdate] = []  # heap of host updates
+        self._updating: HostUpdate | None = None
         self._staging_buffers = staging_buffers
         self._in_upload_ring = 0
         self._in_stream_buffers = 0
@@ -207,12 +207,12 @@ class Machine:
         assert self._hardware.peer_bandwidth is not None
         self._peers.append(_Transfer("copy", size, self._hardware.peer_bandwidth, step, name, done))
 
-    def stream_in(self, group: Subgroup, step: int, done: Callable[[], None]) -> None:
+    def stream_in(self, group: StreamedGroup, step: int, done: Callable[[], None]) -> None:
         """Queue the copy of a subgroup's state into the next free buffer."""
         rate = self._hardware.link_to_device
         self._state_in.append(_Transfer("state", group.state, rate, step, group.name, done))
 
-    def stream_out(self, group: Subgroup, step: int) -> None:
+    def stream_out(self, group: StreamedGroup, step: int) -> None:
         """Queue the copy of a subgroup's state back to the host, which frees its buffer."""
 
         def flushed() -> None:
@@ -232,7 +232,7 @@ class Machine:
         self.weights.being_written[load.name] += 1
         self.copy_down("write_back", load.size, step, load.name, written)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: HostUpdate) -> None:
         """Queue the host update of a job whose gradients are final and in host memory."""
         if job.window.file:
             begin = partial(self._begin_update, job)
@@ -240,7 +240,7 @@ class Machine:
         else:
             self._begin_update(job)
 
-    def queue_upload(self, job: Job, needed: int) -> None:
+    def queue_upload(self, job: HostUpdate, needed: int) -> None:
         """Queue an upload of new weights, if there are any to upload.
 
         They go up in the order of their use, also if a later job is done first.
@@ -250,7 +250,7 @@ class Machine:
         if job.window.upload:
             heapq.heappush(self._uploads, (needed, job))
 
-    def merged(self, job: Job) -> None:
+    def merged(self, job: HostUpdate) -> None:
         """The upload of a job was merged into its weights, which frees its buffer in the ring."""
         self._in_upload_ring -= job.window.upload > 0
 
@@ -302,7 +302,7 @@ class Machine:
         needed, job = self._uploads[0]
         return needed, job.position
 
-    def _gather(self, job: Job) -> None:
+    def _gather(self, job: HostUpdate) -> None:
         def here() -> None:
             job.here = True
 
@@ -324,7 +324,7 @@ class Machine:
         span = Span(job.remaining, rate, lambda: self._updated(job, span.begin), cores=self._workers)
         self.clock.start(POOL, span)
 
-    def _updated(self, job: Job, begin: float) -> None:
+    def _updated(self, job: HostUpdate, begin: float) -> None:
         self._updating = None
         self._report(job, begin, 0.0)
         job.updated = True
@@ -332,19 +332,19 @@ class Machine:
         if job.turn is not None:
             self.files.changed(job.turn)
 
-    def _report(self, job: Job, begin: float, remaining: float) -> None:
+    def _report(self, job: HostUpdate, begin: float, remaining: float) -> None:
         done = round(job.window.host * (1.0 - remaining / job.seconds)) if job.seconds else job.window.host
         if self.clock.now > begin:
             size = done - job.reported
             self.rows.append(Row(POOL, "host_update", begin, self.clock.now, job.step, job.name, size))
             job.reported = done
 
-    def _begin_update(self, job: Job) -> None:
+    def _begin_update(self, job: HostUpdate) -> None:
         job.seconds = max(job.window.host / self.pool_rate, job.window.converting / self._workers)
         job.remaining = job.seconds
         heapq.heappush(self._ready, job)
 
-    def _move(self, kind: str, turn: Turn) -> None:
+    def _move(self, kind: str, turn: FileTurn) -> None:
         rate = self._hardware.disk_read if kind == "read" else self._hardware.disk_write
         assert rate is not None
         moved = partial(self.files.was_read if kind == "read" else self.files.was_written, turn)

@@ -14,7 +14,7 @@ from zenflow_compile.performance import hardware as machines
 from zenflow_compile.performance import models
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape
-from zenflow_compile.performance.traffic import Exchange, RankTraffic, rank_traffic
+from zenflow_compile.performance.traffic import RankTraffic, Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.prediction.forecast import (
     DTYPES,
@@ -48,13 +48,13 @@ class Prediction:
         return self.recommended or min(self.forecasts, key=lambda each: each.missing_bytes)
 
     @property
-    def exchanges(self) -> dict[Exchange, RankTraffic]:
+    def exchanges(self) -> dict[Sharing, RankTraffic]:
         """What the devices send with the options of ``shown``, by way of sharing the work; empty for one device."""
         devices = self.scenario.hardware.devices
         if devices == 1:
             return {}
         plan = node_plan(Options.from_keywords(**self.shown.options), self.scenario)
-        return {exchange: rank_traffic(plan, devices, exchange) for exchange in Exchange}
+        return {exchange: rank_traffic(plan, devices, exchange) for exchange in Sharing}
 
     @property
     def exactness(self) -> str | None:
@@ -139,7 +139,7 @@ def plan(
         ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
         ``sequence``, ``implicit``; ``policies``, a dict per policy with the fields of ``prediction.forecast.Forecast``;
         ``exchanges``, bytes that a device sends per step by way of sharing the work, see
-        ``performance.traffic.Exchange``; ``recommended``, options to pass on, or None if no policy fits; and
+        ``performance.traffic.Sharing``; ``recommended``, options to pass on, or None if no policy fits; and
         ``notes``, sentences on the recommended run, and on
         the weights that cross the link.
 

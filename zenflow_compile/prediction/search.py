@@ -16,7 +16,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.memory import Needs
+from zenflow_compile.performance.memory import MemoryNeeds
 from zenflow_compile.prediction.forecast import (
     Forecast,
     Scenario,
@@ -169,7 +169,7 @@ class Candidate:
     """Options and the memory that they need; ``missing``: bytes of it that the hardware does not have."""
 
     options: Options
-    needs: Needs
+    needs: MemoryNeeds
     missing: int
 
     @property

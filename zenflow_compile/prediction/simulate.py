@@ -18,7 +18,7 @@ from zenflow_compile.checks.validate import check_flag, check_integer
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.prediction.device import Device
+from zenflow_compile.prediction.device import SimulatedDevice
 from zenflow_compile.prediction.lanes import POOL, Row
 from zenflow_compile.prediction.workload import Workload, workload_of
 from zenflow_compile.profiling.recording import Recording, recording_of
@@ -68,7 +68,7 @@ def simulate(
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute)
     recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
     threads = _threads(hardware, workers)
-    device = Device(work, hardware, threads, final_at_step, first_step=first_step(work))
+    device = SimulatedDevice(work, hardware, threads, final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=recorded, whole=steps is None)
     recording = recording_of(plan, _events(rows_of(device, steady), threads), plan.model_bytes // hardware.devices)
     return replace(
@@ -124,7 +124,7 @@ def steady_step(
     """
     _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, coarse=True)
-    device = Device(work, hardware, _threads(hardware, workers), final_at_step, first_step=first_step(work))
+    device = SimulatedDevice(work, hardware, _threads(hardware, workers), final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=work.cycle, whole=True)
     rows = list(rows_of(device, steady))
 
@@ -185,7 +185,7 @@ def first_step(work: Workload) -> int:
     return 0 if work.in_files else max(0, work.cycle - _RUN_IN)
 
 
-def run_until_steady(device: Device, *, steps: int, whole: bool) -> range:
+def run_until_steady(device: SimulatedDevice, *, steps: int, whole: bool) -> range:
     """Run ``device``, which begins at ``first_step``, and finish its work in flight.
 
     Args:
@@ -208,12 +208,12 @@ def run_until_steady(device: Device, *, steps: int, whole: bool) -> range:
     return range(first, first + steps)
 
 
-def seconds_of(device: Device, steps: range) -> float:
+def seconds_of(device: SimulatedDevice, steps: range) -> float:
     """Simulated time of ``steps``."""
     return device.step_ends[steps[-1]] - device.step_ends[steps[0] - 1]
 
 
-def rows_of(device: Device, steps: range) -> Iterator[Row]:
+def rows_of(device: SimulatedDevice, steps: range) -> Iterator[Row]:
     """Rows of ``steps``. The disk works ahead and behind: its rows count if they begin within these steps.
 
     Times are from the start of the first step, which gets the number of the first step after one cycle.
@@ -231,7 +231,7 @@ def rows_of(device: Device, steps: range) -> Iterator[Row]:
         yield Row(row.lane, row.kind, row.begin - origin, row.end - origin, step - shift, row.param, row.size)
 
 
-def _run_until_cycles_repeat(device: Device) -> tuple[int, int]:
+def _run_until_cycles_repeat(device: SimulatedDevice) -> tuple[int, int]:
     """Returns how many cycles ran, and how many of the last ones count."""
     cycle = device.work.cycle
     longest = max(3, _PATIENCE // cycle)

@@ -133,7 +133,7 @@ def _order(work: Workload, first_step: int) -> Iterator[Request]:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class FileTurn:
     """One use of the state of parameters of a block of the model that are flushed together.
 
     Attributes:
@@ -150,7 +150,7 @@ class Turn:
     is_written: bool = False
 
 
-class NvmeCache:
+class FileTurns:
     """Decides what moves; the machine moves it, one transfer at a time.
 
     Args:
@@ -164,13 +164,13 @@ class NvmeCache:
         self._numbers = {use: number for number, use in enumerate(uses)}
         # A block may be larger than the ring: its parameters take turns, too.
         self._free = max([work.file_ring, *(size for _, size in self._uses)])
-        self._turns: dict[int, Turn] = {}  # by number: those that a job asked for, or that are in the ring
-        self._ring: deque[Turn] = deque()
-        self._changed: deque[Turn] = deque()
+        self._turns: dict[int, FileTurn] = {}  # by number: those that a job asked for, or that are in the ring
+        self._ring: deque[FileTurn] = deque()
+        self._changed: deque[FileTurn] = deque()
         self._reads = self._writes = 0  # begun: the next read is that of the turn with this number
         self._asked = 0  # turns that a job has asked for
 
-    def need(self, step: int, position: int, params: tuple[str, ...], begin: Callable[[], None]) -> Turn:
+    def need(self, step: int, position: int, params: tuple[str, ...], begin: Callable[[], None]) -> FileTurn:
         """Call ``begin``, which starts a job of ``step``, as soon as its state is in host memory."""
         cycles, within = divmod(step, self._cycle)
         turn = self._turn(cycles * len(self._uses) + self._numbers[within, position, params])
@@ -180,11 +180,11 @@ class NvmeCache:
             begin()
         return turn
 
-    def changed(self, turn: Turn) -> None:
+    def changed(self, turn: FileTurn) -> None:
         """The job that used the state is done."""
         self._changed.append(turn)
 
-    def next_transfer(self) -> tuple[str, Turn] | None:
+    def next_transfer(self) -> tuple[str, FileTurn] | None:
         """``"read"`` or ``"write"``, and whose state; None if there is nothing to move now.
 
         A read goes first: the ring has space for few of them, and each write makes space for the next.
@@ -196,13 +196,13 @@ class NvmeCache:
             return "write", self._changed.popleft()
         return None
 
-    def was_read(self, turn: Turn) -> None:
+    def was_read(self, turn: FileTurn) -> None:
         """A read is over."""
         turn.is_read = True
         if turn.begin is not None:
             turn.begin()
 
-    def was_written(self, turn: Turn) -> None:
+    def was_written(self, turn: FileTurn) -> None:
         """A write is over."""
         turn.is_written = True
         while self._ring and self._ring[0].is_written:
@@ -214,7 +214,7 @@ class NvmeCache:
         """How far reads are ahead of the jobs that asked for state, and how far writes are behind, in turns begun."""
         return self._reads - self._asked, self._asked - self._writes
 
-    def _next_read(self) -> Turn | None:
+    def _next_read(self) -> FileTurn | None:
         """The next turn, if there is space for its state."""
         if not self._uses or self._uses[self._reads % len(self._uses)][1] > self._free:
             return None
@@ -224,9 +224,9 @@ class NvmeCache:
         self._ring.append(turn)
         return turn
 
-    def _turn(self, number: int) -> Turn:
+    def _turn(self, number: int) -> FileTurn:
         name, size = self._uses[number % len(self._uses)]
-        return self._turns.setdefault(number, Turn(number, name, size))
+        return self._turns.setdefault(number, FileTurn(number, name, size))
 
 
 def _uses(

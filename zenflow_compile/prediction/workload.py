@@ -28,7 +28,7 @@ COARSE_CYCLE = 1600
 
 
 @dataclass(frozen=True, slots=True)
-class FlushedWindow:
+class Flush:
     """The update windows of a part that are flushed in one step.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
     staleness: int
     down: int
     pending: tuple[int, ...]
-    flushes: tuple[FlushedWindow | None, ...]
+    flushes: tuple[Flush | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Subgroup:
+class StreamedGroup:
     """Parameters whose state is streamed through the device together.
 
     Attributes:
@@ -152,7 +152,7 @@ class Workload:
     """
 
     blocks: tuple[Block, ...]
-    subgroups: tuple[Subgroup, ...]
+    subgroups: tuple[StreamedGroup, ...]
     cycle: int
     update: float
     file_ring: int
@@ -368,11 +368,11 @@ def _pending_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
 
 def _flushed(
     plan: Plan, params: Sequence[ParamPlan], in_turn: Collection[int], step: int, devices: int
-) -> FlushedWindow | None:
+) -> Flush | None:
     flushing = _flushing(params, step)
     if not flushing:
         return None
-    return FlushedWindow(
+    return Flush(
         host=sum(param.update_bytes(param.interval) // devices for param in flushing),
         upload=sum(plan.sent_bytes(param) // devices for param in flushing),
         file=sum(param.file_bytes // devices for param in flushing if param.index in in_turn),
@@ -381,10 +381,10 @@ def _flushed(
     )
 
 
-def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
+def _subgroups(plan: Plan, hardware: Hardware) -> tuple[StreamedGroup, ...]:
     share = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
     return tuple(
-        Subgroup(
+        StreamedGroup(
             name=f"subgroup {number}",
             state=sum(param.whole_state_bytes for param in params) // hardware.devices,
             update=sum(param.numel for param in params) * share,
