@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -16,10 +15,10 @@ import pytest
 import zenflow_compile as zf
 from tests.support.machines import SLOW_HOST, llama, machine
 from zenflow_compile.cli import main, plan
-from zenflow_compile.cli.plan import _explained
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import hardware, models
 from zenflow_compile.prediction import simulate as simulation
+from zenflow_compile.prediction.forecast import explain
 from zenflow_compile.prediction.predict import predict, scenario_of
 from zenflow_compile.profiling.summary import summarize
 
@@ -322,8 +321,7 @@ def test_explain_has_the_smallest_interval(
 
 def test_explain_has_no_interval_if_blocking() -> None:
     asked = scenario_of(1e7, "rtx-4090", tokens=64, policy="zenflow", overlap_step=False)
-    explained = _explained(argparse.Namespace(explain=True), predict(asked))
-    assert set(explained) == {"explained"}
+    assert set(explain(predict(asked).shown, asked)) == {"explained"}
 
 
 def test_nearest_policy_is_explained_and_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,11 +35,6 @@ def test_assumptions_are_labeled() -> None:
         assert machine.sources["adam_per_core"].startswith("assumption")
 
 
-def test_machines_are_found_by_name() -> None:
-    for name, machine in HARDWARE.items():
-        assert hardware(name) is machine
-
-
 @pytest.mark.parametrize(
     ("name", "near"), [("4xA100-PCIe4", "4xa100-40g-pcie4"), ("gh-200", "gh200"), ("4090", "rtx-4090")]
 )

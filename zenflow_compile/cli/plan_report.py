@@ -17,7 +17,7 @@ from rich.text import Text
 
 from zenflow_compile.checks.printable import printable
 from zenflow_compile.performance.traffic import Sharing
-from zenflow_compile.prediction.forecast import GRADIENTS, SOME_DISK, STATE, Combination, Forecast, Scenario
+from zenflow_compile.prediction.forecast import GRADIENTS, SOME_DISK, STATE, Combination, Forecast, Scenario, changed
 from zenflow_compile.prediction.predict import Prediction
 from zenflow_compile.prediction.search import Fit, Frontier, Memory, device_first, host_first
 
@@ -222,7 +222,7 @@ def print_frontier(found: Frontier, console: Console) -> None:
     console.print(printable(heading(found.scenario)), style="bold", highlight=False)
     if found.fastest is None:
         console.print(Text(NOTHING_FITS.format(missing(found.nearest.needs.shortages(found.scenario.hardware)))))
-        console.print(Text(json.dumps(found.nearest.pasted)), soft_wrap=True)
+        console.print(Text(json.dumps(changed(found.nearest.options))), soft_wrap=True)
         return
     free_device, free_host = found.device[0], found.host[0]
     console.print(
@@ -248,7 +248,9 @@ def costs(title: str, found: Frontier, plans: Sequence[Forecast], memory: Memory
     assert found.fastest is not None
     before: Forecast | None = None
     for each in plans:
-        cost = "" if before is None else f"{milliseconds_per_gb(before, each, memory):.0f}"
+        cost = ""
+        if before is not None:
+            cost = f"{1e12 * (each.step_s - before.step_s) / (memory(before)[0] - memory(each)[0]):.0f}"
         table.add_row(
             str(found.points.index(each) + 1),
             *(gigabytes(size) for size in (each.device_bytes, each.host_bytes, sum(each.needs.disk.values()))),
@@ -260,11 +262,6 @@ def costs(title: str, found: Frontier, plans: Sequence[Forecast], memory: Memory
         )
         before = each
     return table
-
-
-def milliseconds_per_gb(before: Forecast, after: Forecast, memory: Memory) -> float:
-    """What a GB less of one memory costs between two plans."""
-    return 1e3 * (after.step_s - before.step_s) / ((memory(before)[0] - memory(after)[0]) / 1e9)
 
 
 def print_models(fits: Sequence[Fit], console: Console) -> None:

@@ -170,8 +170,39 @@ _DESKTOP_PCIE5 = (
 _NDR = "NVIDIA DGX H100 datasheet: a 400 Gb/s ConnectX-7 for each of 8 GPUs"
 _HALF_DUPLEX = "NVLink datasheet figure counts both directions; half of it"
 
+_SSD = {
+    "disk_read": (6.8e9, "assumption: one PCIe 4.0 data centre SSD"),
+    "disk_write": (4.0e9, "assumption: the same"),
+}
+_EIGHT_SSDS = {
+    "disk_read": (8 * 6.8e9, "assumption: eight PCIe 4.0 data centre SSDs in RAID 0"),
+    "disk_write": (8 * 4.0e9, "assumption: the same"),
+}
+_SAMSUNG_990_PRO = {
+    "disk_read": (7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
+    "disk_write": (6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
+    "disk_bytes": (2e12, "Samsung 990 Pro, 2 TB"),
+}
+_H100 = {
+    "device_flops": (989e12, "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bf16, dense"),
+    "utilization": (0.4, _LLAMA3_H100),
+    "device_bytes": (80e9, "NVIDIA H100 datasheet, 80 GB"),
+    "device_bandwidth": (3350e9, "NVIDIA H100 datasheet, SXM: 3.35 TB/s"),
+    "link_to_host": (55e9, _PINNED_PCIE5),
+    "link_to_device": (55e9, _PINNED_PCIE5),
+    "peer_bandwidth": (450e9, f"NVIDIA H100 datasheet: NVLink 900 GB/s; {_HALF_DUPLEX}"),
+}
+_H200 = {
+    "device_flops": (989e12, "NVIDIA H200 datasheet, SXM: 989 TFLOP/s bf16, dense (half of the sparse figure)"),
+    "utilization": (0.4, _LLAMA3_H100),
+    "device_bytes": (141e9, "NVIDIA H200 datasheet, 141 GB"),
+    "device_bandwidth": (4800e9, "NVIDIA H200 datasheet: 4.8 TB/s"),
+    "link_to_host": (55e9, f"as an H100: {_PINNED_PCIE5}"),
+    "link_to_device": (55e9, f"as an H100: {_PINNED_PCIE5}"),
+}
 
-def _machine(name: str, *, devices: int = 1, **numbers: tuple[float, str]) -> Hardware:
+
+def _machine(name: str, devices: int = 1, /, **numbers: tuple[float, str]) -> Hardware:
     """``numbers``: each with its source."""
     values: dict[str, Any] = {attribute: number for attribute, (number, _) in numbers.items()}
     sources = {attribute: source for attribute, (_, source) in numbers.items()}
@@ -181,7 +212,7 @@ def _machine(name: str, *, devices: int = 1, **numbers: tuple[float, str]) -> Ha
 _NAMED = (
     _machine(
         "4xa100-40g-pcie4",
-        devices=4,
+        4,
         device_flops=(312e12, "NVIDIA A100 datasheet: 312 TFLOP/s bf16, dense"),
         utilization=(0.45, _MEGATRON_A100),
         device_bytes=(40e9, "NVIDIA A100 datasheet, 40 GB"),
@@ -199,14 +230,8 @@ _NAMED = (
     ),
     _machine(
         "4xh100-80g",
-        devices=4,
-        device_flops=(989e12, "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bf16, dense"),
-        utilization=(0.4, _LLAMA3_H100),
-        device_bytes=(80e9, "NVIDIA H100 datasheet, 80 GB"),
-        device_bandwidth=(3350e9, "NVIDIA H100 datasheet, SXM: 3.35 TB/s"),
-        link_to_host=(55e9, _PINNED_PCIE5),
-        link_to_device=(55e9, _PINNED_PCIE5),
-        peer_bandwidth=(450e9, f"NVIDIA H100 datasheet: NVLink 900 GB/s; {_HALF_DUPLEX}"),
+        4,
+        **_H100,
         network_bandwidth=(50e9, f"assumption, as in a larger node: {_NDR}"),
         host_bytes=(512 * 2**30, "assumption: 16 DIMMs of 32 GiB"),
         host_bandwidth=(
@@ -215,20 +240,13 @@ _NAMED = (
         ),
         cores=(96, "Intel ARK, Xeon Platinum 8468: 48 each"),
         adam_per_core=_ADAM,
-        disk_read=(6.8e9, "assumption: one PCIe 4.0 data centre SSD"),
-        disk_write=(4.0e9, "assumption: the same"),
+        **_SSD,
         disk_bytes=(3.8e12, "assumption: the same, 3.84 TB"),
     ),
     _machine(
         "8xh100-80g",
-        devices=8,
-        device_flops=(989e12, "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bf16, dense"),
-        utilization=(0.4, _LLAMA3_H100),
-        device_bytes=(80e9, "NVIDIA H100 datasheet, 80 GB"),
-        device_bandwidth=(3350e9, "NVIDIA H100 datasheet, SXM: 3.35 TB/s"),
-        link_to_host=(55e9, _PINNED_PCIE5),
-        link_to_device=(55e9, _PINNED_PCIE5),
-        peer_bandwidth=(450e9, f"NVIDIA H100 datasheet: NVLink 900 GB/s; {_HALF_DUPLEX}"),
+        8,
+        **_H100,
         network_bandwidth=(50e9, _NDR),
         host_bytes=(2e12, "NVIDIA DGX H100 datasheet: 2 TB"),
         host_bandwidth=(
@@ -237,13 +255,12 @@ _NAMED = (
         ),
         cores=(112, "the same: 112"),
         adam_per_core=_ADAM,
-        disk_read=(8 * 6.8e9, "assumption: eight PCIe 4.0 data centre SSDs in RAID 0"),
-        disk_write=(8 * 4.0e9, "assumption: the same"),
+        **_EIGHT_SSDS,
         disk_bytes=(8 * 3.84e12, "NVIDIA DGX H100 datasheet: 8 SSDs of 3.84 TB"),
     ),
     _machine(
         "4xv100-32g",
-        devices=4,
+        4,
         device_flops=(125e12, "NVIDIA V100 datasheet, SXM2: 125 TFLOP/s fp16"),
         utilization=(0.3, "assumption: 39 of 125 TFLOP/s, Megatron-LM (arXiv 1909.08053), section 5.1"),
         device_bytes=(32e9, "NVIDIA V100 datasheet, 32 GB"),
@@ -280,18 +297,12 @@ _NAMED = (
     ),
     _machine(
         "h200",
-        device_flops=(989e12, "NVIDIA H200 datasheet, SXM: 989 TFLOP/s bf16, dense (half of the sparse figure)"),
-        utilization=(0.4, _LLAMA3_H100),
-        device_bytes=(141e9, "NVIDIA H200 datasheet, 141 GB"),
-        device_bandwidth=(4800e9, "NVIDIA H200 datasheet: 4.8 TB/s"),
-        link_to_host=(55e9, f"as an H100: {_PINNED_PCIE5}"),
-        link_to_device=(55e9, f"as an H100: {_PINNED_PCIE5}"),
+        **_H200,
         host_bytes=(256 * 2**30, "one of the eight devices of a DGX H200 (2x Xeon Platinum 8480C, 2 TB): an eighth"),
         host_bandwidth=(_STREAM * 2 * 38.4e9, f"the same: 16 channels DDR5-4800, an eighth is 2 x 38.4e9; {_DDR}"),
         cores=(14, "the same: 112, an eighth"),
         adam_per_core=_ADAM,
-        disk_read=(6.8e9, "assumption: one PCIe 4.0 data centre SSD"),
-        disk_write=(4.0e9, "assumption: the same"),
+        **_SSD,
         disk_bytes=(3.8e12, "DGX H200 datasheet: 8 SSDs of 3.84 TB, an eighth"),
     ),
     _machine(
@@ -306,9 +317,7 @@ _NAMED = (
         host_bandwidth=(_STREAM * 2 * 41.6e9, f"assumption: the same, 2 channels DDR5-5200, 2 x 41.6e9; {_DDR}"),
         cores=(16, "assumption: Ryzen 9 7950X (AMD): 16"),
         adam_per_core=_ADAM,
-        disk_read=(7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
-        disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
-        disk_bytes=(2e12, "Samsung 990 Pro, 2 TB"),
+        **_SAMSUNG_990_PRO,
     ),
     _machine(
         "rtx-3090",
@@ -329,9 +338,7 @@ _NAMED = (
             0.57e9,
             "assumption: the value of the other hosts; not measured with AVX2, and 16 cores exceed this host's memory",
         ),
-        disk_read=(7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
-        disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
-        disk_bytes=(2e12, "Samsung 990 Pro, 2 TB"),
+        **_SAMSUNG_990_PRO,
     ),
     _machine(
         "rtx-5090",
@@ -348,9 +355,7 @@ _NAMED = (
         host_bandwidth=(_STREAM * 2 * 44.8e9, f"Ryzen 9 9950X (AMD): 2 channels DDR5-5600, 2 x 44.8e9; {_DDR}"),
         cores=(16, "assumption: Ryzen 9 9950X (AMD): 16"),
         adam_per_core=_ADAM,
-        disk_read=(7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
-        disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
-        disk_bytes=(2e12, "Samsung 990 Pro, 2 TB"),
+        **_SAMSUNG_990_PRO,
     ),
     _machine(
         "rtx-pro-6000",
@@ -371,9 +376,7 @@ _NAMED = (
         ),
         cores=(32, "assumption: Threadripper PRO 7975WX (AMD): 32"),
         adam_per_core=_ADAM,
-        disk_read=(7.45e9, "Samsung 990 Pro datasheet, 2 TB: 7450 MB/s"),
-        disk_write=(6.9e9, "Samsung 990 Pro datasheet, 2 TB: 6900 MB/s"),
-        disk_bytes=(2e12, "Samsung 990 Pro, 2 TB"),
+        **_SAMSUNG_990_PRO,
     ),
     _machine(
         "l40s",
@@ -390,8 +393,7 @@ _NAMED = (
         ),
         cores=(16, "assumption: the same, 64, a quarter"),
         adam_per_core=_ADAM,
-        disk_read=(6.8e9, "assumption: one PCIe 4.0 data centre SSD"),
-        disk_write=(4.0e9, "assumption: the same"),
+        **_SSD,
         disk_bytes=(3.8e12, "assumption: the same, 3.84 TB"),
     ),
     _machine(
@@ -406,19 +408,13 @@ _NAMED = (
         host_bandwidth=(_STREAM * 2 * 25.6e9, f"the same: 16 channels DDR4-3200, an eighth is 2 x 25.6e9; {_DDR}"),
         cores=(16, "the same: 128, an eighth"),
         adam_per_core=_ADAM,
-        disk_read=(6.8e9, "assumption: one PCIe 4.0 data centre SSD"),
-        disk_write=(4.0e9, "assumption: the same"),
+        **_SSD,
         disk_bytes=(3.8e12, "DGX A100 datasheet: 8 SSDs of 3.84 TB, an eighth"),
     ),
     _machine(
         "8xh200-141g",
-        devices=8,
-        device_flops=(989e12, "NVIDIA H200 datasheet, SXM: 989 TFLOP/s bf16, dense (half of the sparse figure)"),
-        utilization=(0.4, _LLAMA3_H100),
-        device_bytes=(141e9, "NVIDIA H200 datasheet, 141 GB"),
-        device_bandwidth=(4800e9, "NVIDIA H200 datasheet: 4.8 TB/s"),
-        link_to_host=(55e9, f"as an H100: {_PINNED_PCIE5}"),
-        link_to_device=(55e9, f"as an H100: {_PINNED_PCIE5}"),
+        8,
+        **_H200,
         peer_bandwidth=(450e9, f"NVIDIA H200 datasheet: NVLink 900 GB/s; {_HALF_DUPLEX}"),
         network_bandwidth=(50e9, f"as a DGX H100: {_NDR}"),
         host_bytes=(2e12, "NVIDIA DGX H200 datasheet: 2 TB"),
@@ -428,13 +424,12 @@ _NAMED = (
         ),
         cores=(112, "the same: 112"),
         adam_per_core=_ADAM,
-        disk_read=(8 * 6.8e9, "assumption: eight PCIe 4.0 data centre SSDs in RAID 0"),
-        disk_write=(8 * 4.0e9, "assumption: the same"),
+        **_EIGHT_SSDS,
         disk_bytes=(8 * 3.84e12, "NVIDIA DGX H200 datasheet: 8 SSDs of 3.84 TB"),
     ),
     _machine(
         "8xb200-180g",
-        devices=8,
+        8,
         device_flops=(2250e12, "NVIDIA HGX B200 datasheet: 2.25 PFLOP/s bf16, dense (half of the sparse figure)"),
         utilization=(0.4, "assumption: as an H100; nothing published was found"),
         device_bytes=(180e9, "NVIDIA DGX B200 datasheet: 1440 GB, an eighth"),
@@ -450,8 +445,7 @@ _NAMED = (
         ),
         cores=(112, "the same: 112"),
         adam_per_core=_ADAM,
-        disk_read=(8 * 6.8e9, "assumption: eight PCIe 4.0 data centre SSDs in RAID 0"),
-        disk_write=(8 * 4.0e9, "assumption: the same"),
+        **_EIGHT_SSDS,
         disk_bytes=(8 * 3.84e12, "NVIDIA DGX B200 datasheet: 8 SSDs of 3.84 TB"),
     ),
 )

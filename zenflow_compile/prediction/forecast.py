@@ -457,6 +457,7 @@ class Combination:
 def bytes_per_parameter(options: Options, scenario: Scenario) -> list[Combination]:
     """The memory of each combination that goes together, under the policy of ``options`` and its other values."""
     found = []
+    count = max(1, scenario.model.numel)
     options = replace(options, gradient_compression=None, accumulate_on_device=False)
     for state, gradients in product(STATE, GRADIENTS):
         changes = {**state, **gradients}
@@ -466,16 +467,13 @@ def bytes_per_parameter(options: Options, scenario: Scenario) -> list[Combinatio
             needed = needs(replace(options, **changes), scenario)
         except ValueError:  # these exclude each other, or the model cannot have them: no combination
             continue
-        found.append(_combination(changes, needed, scenario))
+        of_optimizer = [size for name, size in needed.device.items() if name not in _NOT_OF_THE_OPTIMIZER]
+        found.append(
+            Combination(
+                options=changes,
+                host=sum(needed.host.values()) / count,
+                device=sum(of_optimizer) * scenario.hardware.devices / count,
+                disk=sum(needed.disk.values()) / count,
+            )
+        )
     return found
-
-
-def _combination(changes: Mapping[str, Any], needed: MemoryNeeds, scenario: Scenario) -> Combination:
-    count = max(1, scenario.model.numel)
-    of_optimizer = [size for name, size in needed.device.items() if name not in _NOT_OF_THE_OPTIMIZER]
-    return Combination(
-        options=changes,
-        host=sum(needed.host.values()) / count,
-        device=sum(of_optimizer) * scenario.hardware.devices / count,
-        disk=sum(needed.disk.values()) / count,
-    )

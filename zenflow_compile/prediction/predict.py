@@ -167,38 +167,15 @@ def plan(
 
 
 def simulate(
-    model: str | Path | float | ModelShape,
-    hardware: str | Hardware,
-    *,
-    tokens: int = 8192,
-    sequence: int | None = None,
-    dtype: str | None = None,
-    steps: int | None = None,
-    devices: int | None = None,
-    nodes: int = 1,
-    implicit: bool = False,
-    recompute: bool = False,
-    **options: Any,
+    model: str | Path | float | ModelShape, hardware: str | Hardware, *, steps: int | None = None, **given: Any
 ) -> Recording:
     """Predict the timeline of a run, in the form of a profiler's recording.
 
     Args:
         steps: to record; None takes three update windows, at least four steps.
-        options: of ``ZenFlowAdamW``, with a ``policy`` other than ``"auto"``. Other arguments, and errors, as for
-            ``plan``.
+        given: other arguments of ``plan``, with the same errors; ``policy`` is ``"zenflow"`` by default, and one.
     """
-    scenario = scenario_of(
-        model,
-        hardware,
-        tokens=tokens,
-        sequence=sequence,
-        dtype=dtype,
-        devices=devices,
-        nodes=nodes,
-        implicit=implicit,
-        recompute=recompute,
-        **options,
-    )
+    scenario = scenario_of(model, hardware, **given)
     if scenario.policy == "auto":
         raise ValueError('policy="auto" is not one policy to simulate; pass one, or the options that plan() recommends')
     return timeline(scenario, _resolved(scenario), steps=steps)
@@ -235,7 +212,7 @@ def scenario_of(
     model: str | Path | float | ModelShape,
     hardware: str | Hardware,
     *,
-    tokens: int,
+    tokens: int = 8192,
     sequence: int | None = None,
     dtype: str | None = None,
     devices: int | None = None,

@@ -172,21 +172,6 @@ class Candidate:
     needs: MemoryNeeds
     missing: int
 
-    @property
-    def pasted(self) -> dict[str, Any]:
-        """The options to paste."""
-        return changed(self.options)
-
-    @property
-    def device(self) -> int:
-        """Bytes of a device."""
-        return sum(self.needs.device.values())
-
-    @property
-    def host(self) -> int:
-        """Bytes of the node."""
-        return sum(self.needs.host.values())
-
 
 class Search:
     """Candidates and forecasts of one scenario, each computed one time.
@@ -241,15 +226,13 @@ class Search:
             return None
         key = _key(options)
         if key not in self._candidates:
-            self._candidates[key] = self._needed(options)
+            try:
+                needed = needs(options, self.scenario)
+                missing = sum(needed.shortages(self.scenario.hardware).values())
+                self._candidates[key] = Candidate(options, needed, missing)
+            except ValueError:  # the model cannot have them, such as split masters of fp32 weights
+                self._candidates[key] = None
         return self._candidates[key]
-
-    def _needed(self, options: Options) -> Candidate | None:
-        try:
-            needed = needs(options, self.scenario)
-        except ValueError:  # the model cannot have them, such as split masters of fp32 weights
-            return None
-        return Candidate(options, needed, sum(needed.shortages(self.scenario.hardware).values()))
 
     def simulate(self, choice: Choice) -> Forecast | None:
         """The forecast of a choice; None if it does not fit, or if a known plan with less memory has no stall."""
@@ -376,8 +359,8 @@ class Search:
     def _beaten(self, candidate: Candidate) -> bool:
         """Whether plans in which the device does not wait need less of each memory: more memory saves no time."""
         free = [found for _, found in self._found.values() if _is_free(found)]
-        return any(found.device_bytes <= candidate.device for found in free) and any(
-            found.host_bytes <= candidate.host for found in free
+        return any(found.device_bytes <= sum(candidate.needs.device.values()) for found in free) and any(
+            found.host_bytes <= sum(candidate.needs.host.values()) for found in free
         )
 
 

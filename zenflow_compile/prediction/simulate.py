@@ -135,7 +135,7 @@ def steady_step(
         return sum(row.size for row in rows if row.lane in lanes and kind in (row.kind, None)) / len(steady)
 
     return SteadyStep(
-        seconds=seconds_of(device, steady) / len(steady),
+        seconds=(device.step_ends[steady[-1]] - device.step_ends[steady[0] - 1]) / len(steady),
         stall=seconds(COMPUTE, "wait"),
         host_update=seconds(POOL, "host_update"),
         to_host=moved(D2H, kind="copy"),
@@ -206,11 +206,6 @@ def run_until_steady(device: SimulatedDevice, *, steps: int, whole: bool) -> ran
     device.run(first + steps - device.next_step)
     device.finish()
     return range(first, first + steps)
-
-
-def seconds_of(device: SimulatedDevice, steps: range) -> float:
-    """Simulated time of ``steps``."""
-    return device.step_ends[steps[-1]] - device.step_ends[steps[0] - 1]
 
 
 def rows_of(device: SimulatedDevice, steps: range) -> Iterator[Row]:

@@ -47,7 +47,7 @@ class WeightLoads:
         self._free = work.ring
         self._staged: deque[Load] = deque()
         self._staging_buffers = work.staging_buffers
-        self._in_staging = 0  # copied, or under way
+        self.in_staging = 0  # staging buffers that loads take: copied, or under way
         self._arrived = 0
         self._used = 0
 
@@ -75,7 +75,7 @@ class WeightLoads:
         """
         request = self._next
         most = self._staging_buffers - shared
-        if request is None or self._in_staging >= most or self._in_staging + uploads >= self._staging_buffers:
+        if request is None or self.in_staging >= most or self.in_staging + uploads >= self._staging_buffers:
             return None
         if request.position is not None:
             final = self._is_final(request.step, request.position) and not self.being_written[request.load.name]
@@ -84,18 +84,13 @@ class WeightLoads:
 
     def begin(self) -> None:
         """The copy of the next load begins."""
-        self._in_staging += 1
+        self.in_staging += 1
         self._next = next(self._order, None)
 
     @property
     def expects_loads(self) -> bool:
         """Whether a load follows at any time."""
         return self._next is not None
-
-    @property
-    def in_staging(self) -> int:
-        """Staging buffers that loads take."""
-        return self._in_staging
 
     def copied(self, load: Load) -> None:
         """A copy has ended."""
@@ -105,7 +100,7 @@ class WeightLoads:
     def _fill_ring(self) -> None:
         while self._staged and self._staged[0].weight <= self._free:
             self._free -= self._staged.popleft().weight
-            self._in_staging -= 1
+            self.in_staging -= 1
             self._arrived += 1
 
 
