@@ -23,7 +23,7 @@ from tests.gpu.training import (
 from zenflow_compile.runtime.device import stream_lane
 from zenflow_compile.runtime.device.cuda import CudaDevice
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.step import run_ahead
+from zenflow_compile.runtime.step.optimizer_step import STEP_BEFORE_LAST
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,7 +150,7 @@ def test_host_memory_is_pinned_and_profile_sees_device() -> None:
 
 def waits() -> dict[str, int]:
     """How often the host has waited for the device, except for the step before last: that wait depends on times."""
-    return {why: count for why, count in device_of(GPU).blocking.items() if why != run_ahead.REASON}
+    return {why: count for why, count in device_of(GPU).blocking.items() if why != STEP_BEFORE_LAST}
 
 
 @entries

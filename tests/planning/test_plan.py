@@ -18,8 +18,7 @@ from zenflow_compile.planning.plan import (
     weight_window_bytes,
 )
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
-from zenflow_compile.runtime.gradients.compression import Residual
-from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
+from zenflow_compile.runtime.gradients.pending_gradient import Residual, Scales, WindowSum
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.parameters.device_state import DeviceState

@@ -21,16 +21,15 @@ from zenflow_compile import lazy_engine
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Share
 from zenflow_compile.runtime.device.readback import Readback
-from zenflow_compile.runtime.device_updates import selection_groups
+from zenflow_compile.runtime.device_updates import selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.agreement import agreed
 from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
 from zenflow_compile.runtime.sharding import Sharding
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
+from zenflow_compile.runtime.step.rank_calls import ShardCalls, StepMessages
 from zenflow_compile.runtime.step.schedule import Schedule
-from zenflow_compile.runtime.step.shard_calls import ShardCalls
-from zenflow_compile.runtime.step.step_messages import StepMessages
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,8 +63,8 @@ def _selected_only(self: WeightGather, changed: list[Changed], apply: Any = lamb
 
 def _swaps_of_a_share(self: DeviceState, margin: float, swaps: int, step: int) -> Tensor:
     """Swaps are divided over the groups of the share, and not over those of the parameter."""
-    at_most = selection_groups.swaps_per_group(swaps, self.plan.groups, step, self.score.device)
-    return selection_groups.better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
+    at_most = selection.swaps_per_group(swaps, self.plan.groups, step, self.score.device)
+    return selection.better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
 
 
 def _not_summed(self: Readback, *arguments: Any, **keywords: Any) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -12,7 +12,7 @@ from tests.support.expanded import expanded
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.gradients.compression import Residual
+from zenflow_compile.runtime.gradients.pending_gradient import Residual
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 
 REST, LENGTH = 24, 10

@@ -23,10 +23,10 @@ from zenflow_compile.runtime.device import devices
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.gradients.factors import Factors, multiply_
-from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
+from zenflow_compile.runtime.gradients.pending_gradient import Scales, WindowSum
 from zenflow_compile.runtime.parameters.device_state import DeviceState, feed_scores
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step.run_ahead import REASON, RunAhead
+from zenflow_compile.runtime.step.optimizer_step import STEP_BEFORE_LAST, RunAhead
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -345,7 +345,7 @@ def test_step_waits_for_the_step_before_last() -> None:
         ahead.begin_step()
         # The end of the step before last has happened, and not that of the last step.
         assert [end.has_happened for end in ends] == [True] * max(0, step - 1) + [False] * min(step, 1)
-        assert device.blocking[REASON] == max(0, step - 1)
+        assert device.blocking[STEP_BEFORE_LAST] == max(0, step - 1)
         ahead.end_step()
         ends.append(ahead._ends[-1])
 
@@ -370,7 +370,7 @@ def test_engine_waits_once_per_step(options: str) -> None:
         for step in range(7):
             device.blocking.clear()
             steps(training, clip, step, step + 1)
-            counts.append({reason: count for reason, count in device.blocking.items() if reason == REASON})
+            counts.append({reason: count for reason, count in device.blocking.items() if reason == STEP_BEFORE_LAST})
             assert "scheduling inputs" not in device.blocking
-        assert counts == [{}, {}, *[{REASON: 1}] * 5]
+        assert counts == [{}, {}, *[{STEP_BEFORE_LAST: 1}] * 5]
         training.optimizer.close()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement, group_count
-from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.selection_groups import (
+from zenflow_compile.runtime.device_updates.selection import (
+    Selection,
     best_slices,
     better_slices,
     count_swaps,

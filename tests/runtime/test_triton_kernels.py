@@ -19,8 +19,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.state_forms import StateForm
 
 pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.gradients.window_sum import Scales, WindowSum
+from zenflow_compile.runtime.gradients.pending_gradient import Scales, WindowSum
 
 SHAPE = (24, 8)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

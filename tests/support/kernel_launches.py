@@ -18,8 +18,7 @@ from triton.compiler import ASTSource
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import triton_kernels
-from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.state_forms import StateForm
 

@@ -25,8 +25,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, update_on_device
-from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate

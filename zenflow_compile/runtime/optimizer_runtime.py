@@ -28,10 +28,9 @@ from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass, StaleGradients
 from zenflow_compile.runtime.step.min_window import ShortestWindow
-from zenflow_compile.runtime.step.rank_calls import RankCalls
-from zenflow_compile.runtime.step.run_ahead import RunAhead
+from zenflow_compile.runtime.step.optimizer_step import RunAhead
+from zenflow_compile.runtime.step.rank_calls import RankCalls, ShardCalls
 from zenflow_compile.runtime.step.schedule import Schedule
-from zenflow_compile.runtime.step.shard_calls import ShardCalls
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 from zenflow_compile.timeline import AdaptiveWindows, Timeline
 from zenflow_compile.torch_internals import torch_private

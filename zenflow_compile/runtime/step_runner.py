@@ -13,8 +13,14 @@ from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
-from zenflow_compile.runtime.step.gradient_norm import clip_gradients, record_norms
-from zenflow_compile.runtime.step.optimizer_step import Member, StepContext, commit_gradient, update_slices
+from zenflow_compile.runtime.step.optimizer_step import (
+    Member,
+    StepContext,
+    clip_gradients,
+    commit_gradient,
+    record_norms,
+    update_slices,
+)
 
 
 class StepRunner(OptimizerRuntime):

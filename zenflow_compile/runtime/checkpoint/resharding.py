@@ -18,7 +18,7 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE, in_slices
 from zenflow_compile.runtime.device.late_number import largest_magnitude
-from zenflow_compile.runtime.device_updates import selection_groups
+from zenflow_compile.runtime.device_updates import selection
 
 _OF_WINDOW = SCHEDULE.index("leaving")
 """As many numbers of the entry ``schedule`` belong to the update window, the others to the selection."""
@@ -128,7 +128,7 @@ def _fitted_mask(plan: ParamPlan, entry: Mapping[str, Any]) -> Tensor:
     """Select as many slices as ``plan`` has memory for: those that were selected come first, and then scores decide."""
     score = entry["score"].flatten().cpu()
     places = torch.argsort(torch.argsort(score, stable=True)) + entry["mask"].flatten().cpu() * len(score)
-    chosen = selection_groups.best_slices(places.float(), plan.k, plan.groups)
+    chosen = selection.best_slices(places.float(), plan.k, plan.groups)
     mask = torch.zeros((plan.slices, 1), dtype=torch.bool)
     mask[chosen.long()] = True
     return mask

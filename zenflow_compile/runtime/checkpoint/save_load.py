@@ -31,8 +31,7 @@ from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.gradients.compression import Residual
-from zenflow_compile.runtime.gradients.window_sum import WindowSum
+from zenflow_compile.runtime.gradients.pending_gradient import Residual, WindowSum
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer

@@ -23,8 +23,7 @@ from torch import Tensor
 from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import for_fp32
-from zenflow_compile.runtime.device_updates.selection import Selection, row_major
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState, row_major
 from zenflow_compile.torch_internals import torch_private
 
 _T = TypeVar("_T")

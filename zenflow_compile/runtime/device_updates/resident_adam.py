@@ -13,7 +13,7 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.column_ops import adam_columns_, bounded_batches
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private

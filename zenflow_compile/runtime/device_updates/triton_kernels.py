@@ -35,8 +35,7 @@ from zenflow_compile.planning.plan import QUANTIZATION_BLOCK
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import on_device
-from zenflow_compile.runtime.device_updates.selection import Selection, row_major
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState, row_major
 
 if TYPE_CHECKING:
     # Under these names mypy sees plain functions; the decorators of Triton are untyped.

@@ -19,7 +19,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.column_ops import norms_of_slices
 from zenflow_compile.runtime.gradients.factors import Factors
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
-from zenflow_compile.runtime.gradients.window_sum import Scales
+from zenflow_compile.runtime.gradients.pending_gradient import Scales
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
 from zenflow_compile.runtime.recorder import Recorder
 

@@ -12,8 +12,14 @@ from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.device_updates import column_ops, selection_groups
-from zenflow_compile.runtime.device_updates.selection import Selection
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.selection import (
+    Selection,
+    best_slices,
+    better_slices,
+    count_swaps,
+    swaps_per_group,
+)
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
 
 SCORE_DECAY = 0.9
@@ -91,7 +97,7 @@ class DeviceState:
 
     def best_slices(self) -> Tensor:
         """Return the slices with the highest scores of each group: i32[k], ascending."""
-        return selection_groups.best_slices(self.score, self.plan.k, self.plan.groups)
+        return best_slices(self.score, self.plan.k, self.plan.groups)
 
     def better_slices(self, margin: float, swaps: int, step: int) -> Tensor:
         """Return the selection after the best swaps of each group: i32[k], ascending.
@@ -103,10 +109,10 @@ class DeviceState:
         """
         share = self.plan.share
         groups = self.plan.groups if share is None else share.whole.groups
-        at_most = selection_groups.swaps_per_group(swaps, groups, step, self.score.device)
+        at_most = swaps_per_group(swaps, groups, step, self.score.device)
         if share is not None:
             at_most = at_most[share.part :: share.parts]
-        return selection_groups.better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
+        return better_slices(self.score, self.selection.mask, self.plan.k, margin, at_most)
 
     def selected_norm(self, out: Tensor | None = None) -> Tensor:
         """Sum the squared norms of the selected slices: f32[], in ``out`` if given.
@@ -159,7 +165,7 @@ def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection]
     for batch in column_ops.bounded_batches(pairs, [plan.slices] * len(pairs), _SORTED_ELEMENTS):
         scores = torch.stack([state.score for state, _ in batch])
         selected = torch.stack([selection.position for _, selection in batch]) < plan.k
-        counts += selection_groups.count_swaps(scores, selected, plan.groups, margin).unbind()
+        counts += count_swaps(scores, selected, plan.groups, margin).unbind()
     return counts
 
 

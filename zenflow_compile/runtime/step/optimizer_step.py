@@ -1,22 +1,35 @@
-"""One optimizer step of all offloaded parameters: selected slices on the device, deferred ones into update windows."""
+"""One optimizer step of all offloaded parameters: selected slices on the device, deferred ones into update windows.
+
+Before it, gradients are clipped by the norm over all of them, and the host waits for the step before last: no other
+call of a steady step waits for the device.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.device import Device, Streams
 from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.slice_state import SliceState
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.gradients.factors import UNSCALED
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.parameters.device_state import feed_scores
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.sharding import LocalShard
+from zenflow_compile.runtime.step.rank_calls import ShardCalls
 from zenflow_compile.runtime.step.schedule import Schedule
+from zenflow_compile.timeline import DeviceEvent, Timeline
 
 
 class Member(NamedTuple):
@@ -116,3 +129,96 @@ def commit_gradient(member: Member, context: StepContext) -> FlushedWindow | Non
         return None
     selection = schedule.selection(plan, offloaded.device, step)
     return offloaded.flush(at=step, eps=eps, selection=selection, promptly=context.warming_up)
+
+
+STEPS_AHEAD = 2
+"""Optimizer step t begins when the device has done step t - 2. What the device has computed there can be read without a
+further wait, and the device has the work of a whole step queued while the host waits."""
+STEP_BEFORE_LAST = "step before last"
+
+
+class RunAhead:
+    """Makes the training thread wait, at the begin of an optimizer step, for the end of the step before last.
+
+    Each step that is not done keeps its queued launches, the memory of its gradients on the host, and its factors.
+    """
+
+    def __init__(self, device: Device, streams: Streams, recorder: Recorder) -> None:
+        self._device = device
+        self._streams = streams
+        self._recorder = recorder
+        self._ends: deque[DeviceEvent] = deque()  # of the steps that may be unfinished, oldest first
+
+    def begin_step(self) -> None:
+        """Wait for the step before last. Further calls in the same step do nothing."""
+        while len(self._ends) >= STEPS_AHEAD:
+            end = self._ends[0]
+            with self._recorder.stall(not end.query(), param="", on_host=True):
+                self._device.wait_for(end, STEP_BEFORE_LAST)
+            self._ends.popleft()  # last: an interrupted wait is repeated
+
+    def end_step(self) -> None:
+        """Note the end of the step: all work that is queued now."""
+        end = self._streams.event(blocking=True)
+        end.record(self._streams.current())
+        self._ends.append(end)
+
+
+def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float, shards: ShardCalls | None) -> None:
+    """Scale all gradients to an L2 norm of at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        shards: the ranks of a sharded model, which all clip by the norm of the whole gradients.
+    """
+    away = {
+        offloaded.param: offloaded.record
+        for offloaded in registry.offloaded.values()
+        if offloaded.state is GradientState.PARTS and offloaded.record is not None
+    }
+    on_device = dict(registry.device_updated.gradients())
+    records, resident = list(away.values()), list(on_device.values())
+    norms = _norms(records, resident)
+    if shards is None:
+        norm = _total_norm(norms, device)
+    else:
+        sharded = [isinstance(param, LocalShard) for param in [*away, *on_device]]
+        parts = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if is_sharded]
+        whole = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if not is_sharded]
+        norm = shards.norm_of(_total_norm(parts, device), _total_norm(whole, device) if whole else None)
+    if registry.gradients.factors.deferred:
+        above = norm.double() + 1e-6
+        # Not ``limit / above``: PyTorch multiplies by the reciprocal, which rounds two times. NaN stays NaN.
+        late = (torch.full_like(above, limit) / above).clamp(max=1.0)
+        for record in records:
+            record.scale(late)
+        for dtype in dict.fromkeys(grad.dtype for grad in resident):
+            # Rounded first, as ``_foreach_mul_`` rounds a float on the CPU. A factor of 1 leaves every bit.
+            torch._foreach_mul_([grad for grad in resident if grad.dtype == dtype], late.to(dtype))
+        return
+    factor = min(limit / (float(norm) + 1e-6), 1.0)  # in this order NaN stays NaN, as in PyTorch
+    for record in records:
+        record.scale(factor)
+    if factor != 1.0 and resident:
+        torch._foreach_mul_(resident, factor)
+
+
+def _norms(records: list[GradientRecord], resident: list[Tensor]) -> list[Tensor]:
+    norms = [record.l2_norm(torch.float32) for record in records]
+    if resident:
+        norms += [norm.float() for norm in torch._foreach_norm(resident)]
+    return norms
+
+
+def _total_norm(norms: list[Tensor], device: torch.device) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
+
+
+def record_norms(registry: ParamRegistry, timeline: Timeline, step: int) -> None:
+    """Record the share of squared gradient norm in the selected slices."""
+    used = (GradientState.PARTS, GradientState.CONSUMED)
+    present = [offloaded for offloaded in registry.offloaded.values() if offloaded.state in used]
+    if not present:
+        return
+    sides = [offloaded.device for offloaded in present]
+    selected = torch.stack([side.selected_norm() for side in sides]).sum()
+    timeline.add_norms(step, selected, torch.stack([side.norms.sum() for side in sides]).sum())

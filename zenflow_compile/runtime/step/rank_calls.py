@@ -1,7 +1,10 @@
-"""What an engine does together with other ranks: gradients, weights, and the calls that all of them make."""
+"""What the engines of several ranks do together: gradients, weights, and the calls that all of them make."""
 
 from __future__ import annotations
 
+import math
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,11 +16,84 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
-from zenflow_compile.runtime.step.step_messages import StepMessages
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
+
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
+
+
+class StepMessages:
+    """The messages of the optimizer steps of one engine.
+
+    Attributes:
+        group: of the ranks.
+        measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
+    """
+
+    def __init__(self, group: RankGroup, registry: ParamRegistry, recorder: Recorder) -> None:
+        self.group = group
+        group.recorder = recorder
+        self._registry = registry
+        self.measured_window: int | None = None
+
+    def agree_on_load(self, refusal: str) -> None:
+        """Tell the other ranks why this one cannot load its state, or that it can, with an empty text.
+
+        Raises:
+            ValueError: this rank can, and another one cannot.
+            RankError: not all ranks call it, or one has failed.
+        """
+        refusals = self.group.gather_texts(Call.LOAD, refusal)
+        for rank, text in enumerate(refusals):
+            if text and not refusal:
+                raise ValueError(f"rank {rank} cannot load its state dict, so no rank has loaded one: {text}")
+
+    def _step_message(self) -> bytes:
+        """What a rank tells the others in each step: 12 bytes."""
+        return (
+            (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups() + self._digest_of_gradients()
+        )
+
+    def _check_step(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
+        """Check that all ranks are about to do the same step.
+
+        Args:
+            rows: what the ranks have sent, which begins with ``_step_message``.
+            gradients: all gradients have been sent, so that ranks have those of the same parameters.
+
+        Returns:
+            What rank 0 has measured: the shortest update window that its host keeps up with.
+
+        Raises:
+            RankError: they are not.
+        """
+        self._check_equal(rows, slice(4, 8), "values in param_groups")
+        if gradients:
+            self._check_equal(rows, slice(8, 12), "gradients in .grad")
+        return int.from_bytes(rows[0][:4], "little") or None
+
+    def _check_equal(self, rows: Sequence[bytes], part: slice, what: str) -> None:
+        if (rank := first_difference([row[part] for row in rows])) is not None:
+            raise self.group.failure(
+                f"rank 0 and rank {rank} have different {what} in step {self.group.step}: with a process_group all "
+                "ranks set, clear and schedule them alike"
+            )
+
+    def _digest_of_gradients(self) -> bytes:
+        """Return a checksum of which parameters have a gradient: a step on other ones would send other slices."""
+        return _digest(bytes(param.grad is not None for param in self._registry.params))
+
+    def _digest_of_groups(self) -> bytes:
+        """Return a checksum of learning rates and the like, without tensors: a read of them may wait for the device."""
+        values = [group[name] for group in self._registry.groups for name in _NUMBERS]
+        return _digest(repr([value for value in values if not isinstance(value, Tensor)]).encode())
+
+
+def _digest(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
+
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -173,3 +249,85 @@ class RankCalls(StepMessages):
         """Forget gradients and selections that were sent: a state is about to be loaded."""
         self.reduction.reset()
         self.weight_gather.forget()
+
+
+_ROUNDING = 1e-5
+"""Relative difference of f32 norms that are of the same values, on processors that add them up in another order."""
+
+
+class ShardCalls(StepMessages):
+    """The calls of one engine that all ranks of a sharded model make, in the same order."""
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[int | None]:
+        """Run an optimizer step inside of the block.
+
+        Yields:
+            What rank 0 has measured: the shortest update window that its host keeps up with.
+
+        Raises:
+            RankError: not all ranks call it, one has failed, or they have other gradients or rates.
+        """
+        self.group.step = number
+        with self.group.announcing():
+            rows = self.group.exchange(Call.STEP, self._step_message())
+            yield self._check_step(rows, gradients=True)
+        self.group.step = number + 1
+
+    @contextmanager
+    def ending(self, call: Call) -> Iterator[None]:
+        """Apply all update windows inside of the block, in ``flush`` or ``close``: all ranks do, or none.
+
+        Raises:
+            RankError: not all ranks call it, or one has failed.
+        """
+        with self.group.announcing():
+            self.group.exchange(call)
+            yield
+
+    def sum_norms(self, params: Sequence[OffloadedParam]) -> None:
+        """Add up the squared norms of slices over the ranks that have a part of each, by which these are selected.
+
+        Args:
+            params: that have a gradient; the same ones on all ranks.
+        """
+        divided = [each for each in params if (shard := each.plan.shard) is not None and not shard.divides_slices]
+        divided = [each for each in divided if each.plan.selects]
+        if not divided:
+            return
+        self._registry.gradients.measure()  # norms of this rank's parts, which ``.grad`` shows
+        norms = torch.cat([each.device.norms for each in divided])
+        sums = self.group.all_reduce(norms).wait("the norms of slices")
+        for each, part in zip(divided, torch.split(sums, [each.plan.slices for each in divided]), strict=True):
+            each.device.norms = part
+
+    def norm_of(self, parts: Tensor, whole: Tensor | None) -> Tensor:
+        """The L2 norm f32[] of all gradients, the same bits on all ranks.
+
+        Args:
+            parts: f32[], the norm of the parts that this rank has of sharded parameters' gradients.
+            whole: f32[], that of parameters which are whole on each rank: it counts one time. None without any.
+
+        Raises:
+            RankError: ranks have other gradients of these, or one has failed.
+        """
+        squares = self.group.all_reduce(parts.square()).wait("the norm of the gradients")
+        if whole is not None:
+            squares.add_(self._agreed_norm(whole) ** 2)
+        return squares.sqrt_()
+
+    def _agreed_norm(self, own: Tensor) -> float:
+        """Return rank 0's norm of gradients that the loop averages. With other gradients, ranks would clip differently.
+
+        The host waits for it; models that are sharded as a whole have no such gradients.
+        """
+        rows = self.group.exchange(Call.STEP, struct.pack("<d", float(own)))
+        norms: list[float] = [struct.unpack("<d", row)[0] for row in rows]
+        for rank, norm in enumerate(norms):
+            if not (math.isclose(norms[0], norm, rel_tol=_ROUNDING) or (math.isnan(norms[0]) and math.isnan(norm))):
+                raise self.group.failure(
+                    f"rank 0 and rank {rank} have different gradients of the parameters that are not sharded in step "
+                    f"{self.group.step}, with norms of {norms[0]:.6g} and {norm:.6g}: the loop averages them over all "
+                    "ranks between backward() and step(), as by torch.distributed.all_reduce(p.grad)"
+                )
+        return norms[0]
