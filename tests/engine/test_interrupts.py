@@ -84,7 +84,6 @@ FILES = {
 
 CLOSING = {
     "_update_on_host",
-    "commit_gradient",
     "commit",
     "flush",
     "flush_window",

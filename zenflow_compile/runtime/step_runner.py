@@ -15,9 +15,8 @@ from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
 from zenflow_compile.runtime.step.optimizer_step import (
     Member,
-    StepContext,
     clip_gradients,
-    commit_gradient,
+    members_of,
     record_norms,
     update_slices,
 )
@@ -174,18 +173,18 @@ class StepRunner(OptimizerRuntime):
                 self.registry.check_storage(p, param)
         if self.order is not None:
             self.order.follow()
-        context = StepContext(self.registry, self.schedule, self.step)
-        members = self._taking_part(ps, context)
+        warming_up = self.schedule.begin_step(self.step)
+        members = self._taking_part(ps)
         try:
             self._update_slices(members)  # first: it feeds the scores by which a window flushed below re-selects
-            self._update_on_host(members, context)
+            self._update_on_host(members, warming_up)
         except BaseException as error:
             # Also an interrupt between the two: one side has taken the gradient. ``UploadScheduler`` withdraws jobs
             # that were not queued, before any wait.
             self.failure = error
             raise
 
-    def _taking_part(self, ps: Sequence[int], context: StepContext) -> list[Member]:
+    def _taking_part(self, ps: Sequence[int]) -> list[Member]:
         """Those of ``ps`` whose gradients are final."""
         chosen = [self.offloaded[p] for p in ps]
         if self._updating:
@@ -193,7 +192,7 @@ class StepRunner(OptimizerRuntime):
             chosen = [each for each in chosen if (record := each.record) is None or record.state is GradientState.PARTS]
         else:
             chosen = [each for each in chosen if self._is_final_in_backward(each)]
-        return context.members(chosen)
+        return members_of(chosen, self.registry)
 
     def _is_final_in_backward(self, offloaded: OffloadedParam) -> bool:
         """Whether the parameter's gradient, in a backward that goes on, will get no further contribution.
@@ -215,13 +214,29 @@ class StepRunner(OptimizerRuntime):
             self.shards.sum_norms([each.offloaded for each in chosen])
         update_slices(chosen)
 
-    def _update_on_host(self, members: Sequence[Member], context: StepContext) -> None:
+    def _update_on_host(self, members: Sequence[Member], warming_up: bool) -> None:
+        """Add gradients, where there are any, to their update windows, and flush those that are due.
+
+        Args:
+            warming_up: every update window is flushed, and applied in the next forward.
+        """
         flushed: list[FlushedWindow] = []
-        for member in members:
-            if (window := commit_gradient(member, context)) is not None:
+        schedule, step = self.schedule, self.step
+        for offloaded, coefficients, eps in members:
+            plan, record = offloaded.plan, offloaded.record
+            if schedule.adaptive:
+                unscale = 1.0 if record is None else record.final.unscale
+                due = schedule.flushes(plan, offloaded.device, step, present=record is not None, unscale=unscale)
+            else:
+                due = warming_up or step % plan.interval == plan.phase
+            offloaded.commit(None if record is None else coefficients)
+            if not due:
+                continue
+            selection = schedule.selection(plan, offloaded.device, step)
+            if (window := offloaded.flush(at=step, eps=eps, selection=selection, promptly=warming_up)) is not None:
                 flushed.append(window)
                 if self.recorder.timeline is not None:
-                    self.recorder.mark("flush", param=member.offloaded.plan.name)
+                    self.recorder.mark("flush", param=plan.name)
         if flushed:
             transport = self.registry.transport
             transport.workers.submit(*[window.job for window in flushed])

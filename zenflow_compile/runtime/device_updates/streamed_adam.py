@@ -101,7 +101,7 @@ class StreamedParam:
 
 
 @dataclass(slots=True)
-class Subgroup:
+class StreamedGroup:
     """Parameters whose state is copied in and out together.
 
     Attributes:
@@ -152,8 +152,8 @@ class StreamedAdam:
         self._to_device = to_device
         self._recorder = recorder
         self._device = device
-        self.subgroups: list[Subgroup] = []
-        self._expected: list[Subgroup] = []  # to prefetch: those that had a gradient in the last update
+        self.subgroups: list[StreamedGroup] = []
+        self._expected: list[StreamedGroup] = []  # to prefetch: those that had a gradient in the last update
         self.buffers: list[StreamBuffer] = []
         self.free: deque[StreamBuffer] = deque()
         self.loaded: dict[int, Loaded] = {}
@@ -161,7 +161,7 @@ class StreamedAdam:
 
     # Memory.
 
-    def make(self, pairs: Sequence[tuple[ParamPlan, Parameter]], arena: HostArena) -> list[Subgroup]:
+    def make(self, pairs: Sequence[tuple[ParamPlan, Parameter]], arena: HostArena) -> list[StreamedGroup]:
         """Make subgroups of new parameters, with state of zeros in ``arena``. ``add`` puts them to use.
 
         A zero master means uninitialized: its write mark is unknown, so the first update copies the weights into it.
@@ -182,10 +182,10 @@ class StreamedAdam:
                 made = StreamedParam(plan, param, state, offsets)
                 made.state = made.state_in(host)
                 params.append(made)
-            subgroups.append(Subgroup(number, params, host))
+            subgroups.append(StreamedGroup(number, params, host))
         return subgroups
 
-    def fit(self, subgroups: Sequence[Subgroup]) -> None:
+    def fit(self, subgroups: Sequence[StreamedGroup]) -> None:
         """Have buffers that hold the largest subgroup, ``subgroups`` included. No write-back may be in flight.
 
         Raises:
@@ -203,7 +203,7 @@ class StreamedAdam:
             each.views.clear()
         self.buffers, self.free = buffers, deque(buffers)
 
-    def add(self, subgroups: Sequence[Subgroup]) -> None:
+    def add(self, subgroups: Sequence[StreamedGroup]) -> None:
         """Update ``subgroups`` from here on."""
         self.subgroups += subgroups
         self._expected = list(self.subgroups)
@@ -249,7 +249,7 @@ class StreamedAdam:
             self._load(due[position : position + len(self.buffers)])
             self._update(subgroup, coefficients_of)
 
-    def _load(self, upcoming: Sequence[Subgroup]) -> None:
+    def _load(self, upcoming: Sequence[StreamedGroup]) -> None:
         for subgroup in upcoming:
             if subgroup.number in self.loaded:
                 continue
@@ -279,7 +279,7 @@ class StreamedAdam:
         ticket.wait_on_device()  # orders the next copy into the buffer behind this one
         self.free.append(buffer)
 
-    def _update(self, subgroup: Subgroup, coefficients_of: CoefficientsOf) -> None:
+    def _update(self, subgroup: StreamedGroup, coefficients_of: CoefficientsOf) -> None:
         buffer, ticket = self.loaded.pop(subgroup.number)
         with self._recorder.stall(not ticket.done(), param=subgroup.name):
             ticket.wait_on_device()

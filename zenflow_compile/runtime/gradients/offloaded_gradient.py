@@ -415,7 +415,7 @@ _HANDLERS: dict[Any, _Handler] = {
 }  # fmt: skip
 
 
-class ShownGradient(ABC):
+class ShownGradient(GradientSource, ABC):
     """The gradient of one parameter as ``.grad`` shows it.
 
     Attributes:
@@ -434,18 +434,6 @@ class ShownGradient(ABC):
     @abstractmethod
     def _release_parts(self) -> None:
         """Forget the parts of a gradient."""
-
-    @abstractmethod
-    def values_of(self, record: GradientRecord) -> Tensor:
-        """See :meth:`GradientSource.values_of`."""
-
-    @abstractmethod
-    def norm_of(self, record: GradientRecord) -> Tensor | None:
-        """See :meth:`GradientSource.norm_of`."""
-
-    @abstractmethod
-    def norm_of_values(self, values: Tensor) -> Tensor:
-        """See :meth:`GradientSource.norm_of_values`."""
 
     @property
     def state(self) -> GradientState | None:

@@ -29,7 +29,7 @@ from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.device.stream_lane import StreamLane
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
-from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, Subgroup, arena_bytes
+from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, StreamedGroup, arena_bytes
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.cores import local_ranks, may_pin, nodes_of, run_pinned
@@ -114,7 +114,7 @@ class Allocated(NamedTuple):
 
     arena: HostArena
     hosts: dict[int, HostState]
-    subgroups: list[Subgroup]
+    subgroups: list[StreamedGroup]
 
 
 def make_lane(name: str, device: Device, recorder: Recorder) -> CopyLane:

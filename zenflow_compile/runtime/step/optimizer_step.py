@@ -22,13 +22,11 @@ from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.gradients.factors import UNSCALED
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.parameters.device_state import feed_scores
-from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.step.rank_calls import ShardCalls
-from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.timeline import DeviceEvent, Timeline
 
 
@@ -40,33 +38,20 @@ class Member(NamedTuple):
     eps: float
 
 
-class StepContext:
-    """What one optimizer step reads once for all parameters: param groups are the user's, and may change afterwards.
+def members_of(params: Sequence[OffloadedParam], registry: ParamRegistry) -> list[Member]:
+    """Read the coefficients of ``params``, once per optimizer step: param groups are the user's, and may change later.
 
-    Attributes:
-        step: number of optimizer steps before this one.
-        schedule: decides flushes and selections.
-        warming_up: every update window is flushed, and applied in the next forward.
+    Equal coefficients are one object.
     """
-
-    def __init__(self, registry: ParamRegistry, schedule: Schedule, step: int) -> None:
-        self.step = step
-        self.schedule = schedule
-        self.warming_up = schedule.begin_step(step)
-        self._registry = registry
-        self._known: dict[tuple[int, Number], tuple[StepCoefficients, float]] = {}
-
-    def members(self, params: Sequence[OffloadedParam]) -> list[Member]:
-        """``params`` with their coefficients; equal ones are one object."""
-        members: list[Member] = []
-        groups, known = self._registry.group_numbers, self._known
-        for offloaded in params:
-            index = offloaded.plan.index
-            grad_scale = 1.0 if (record := offloaded.record) is None else record.final.grad_scale
-            if (found := known.get((groups[index], grad_scale))) is None:
-                found = known[groups[index], grad_scale] = self._registry.coefficients(index, grad_scale)
-            members.append(Member(offloaded, *found))
-        return members
+    members: list[Member] = []
+    groups, known = registry.group_numbers, dict[tuple[int, Number], tuple[StepCoefficients, float]]()
+    for offloaded in params:
+        index = offloaded.plan.index
+        grad_scale = 1.0 if (record := offloaded.record) is None else record.final.grad_scale
+        if (found := known.get((groups[index], grad_scale))) is None:
+            found = known[groups[index], grad_scale] = registry.coefficients(index, grad_scale)
+        members.append(Member(offloaded, *found))
+    return members
 
 
 def update_slices(members: Sequence[Member]) -> None:
@@ -108,27 +93,6 @@ def update_slices(members: Sequence[Member]) -> None:
             home.load()
     finals = [UNSCALED if each.record is None else each.record.final for each in params]
     feed_scores([each.device for each in params], [final.unscale for final in finals])
-
-
-def commit_gradient(member: Member, context: StepContext) -> FlushedWindow | None:
-    """Add the parameter's gradient, if there is one, to its update window, and flush the window if it is due.
-
-    Returns:
-        The flushed window; its job is to be submitted.
-    """
-    offloaded, coefficients, eps = member
-    record, present = offloaded.record, offloaded.record is not None
-    step, plan, schedule = context.step, offloaded.plan, context.schedule
-    if schedule.adaptive:
-        unscale = 1.0 if record is None else record.final.unscale
-        due = schedule.flushes(plan, offloaded.device, step, present=present, unscale=unscale)
-    else:
-        due = context.warming_up or step % plan.interval == plan.phase
-    offloaded.commit(coefficients if present else None)
-    if not due:
-        return None
-    selection = schedule.selection(plan, offloaded.device, step)
-    return offloaded.flush(at=step, eps=eps, selection=selection, promptly=context.warming_up)
 
 
 STEPS_AHEAD = 2
