@@ -216,8 +216,8 @@ def _weights(text: str) -> float | Literal["auto"]:
         ) from None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of ``python -m examples.finetune_llama``."""
+def parse(arguments: Sequence[str] | None = None) -> FineTuneConfig:
+    """The settings that a command line gives."""
     defaults = FineTuneConfig()
     parser = argparse.ArgumentParser(
         prog="python -m examples.finetune_llama",
@@ -234,9 +234,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--offload-weights", type=_weights, metavar="VALUE", help="auto, a share such as 0.5, or bytes such as 64MB"
     )
     parser.add_argument("--device-memory", type=_bytes, metavar="BYTES", help="limit of device memory, such as 64MB")
+    return FineTuneConfig(**vars(parser.parse_args(arguments)))
+
+
+def main(arguments: Sequence[str] | None = None, text: Text | None = None) -> int:
+    """Entry point of ``python -m examples.finetune_llama``."""
+    config = parse(arguments)
     console = Console()
     try:
-        memory = train(FineTuneConfig(**vars(parser.parse_args(arguments))), console=console).memory
+        memory = train(config, text=text, console=console).memory
     except (CountingError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     if memory is not None:

@@ -25,6 +25,7 @@ from torch import nn
 
 from tests.engine.test_failures import root_of, train_until_it_fails
 from tests.support.gated_jobs import gated
+from tests.support.patches import failing
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, profile
@@ -324,22 +325,16 @@ def test_later_group_trains_like_an_early_one(files: Directories) -> None:
     assert_same(ends[0], ends[1])
 
 
-def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_group_leaves_no_files(tmp_path: Path) -> None:
     options = {"policy": "zero_infinity", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), **options)
     cache = optimizer.engine.registry.transport.files
     assert cache is not None
     before = list(cache.chunks), sorted(tmp_path.iterdir())
-
-    def no_memory(*args: Any) -> DeviceState:
-        raise MemoryError
-
     group = {"params": list(nn.Linear(32, 64).parameters())}
     for _ in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr(DeviceState, "allocate", no_memory)
-            with pytest.raises(MemoryError):
-                optimizer.add_param_group(group)
+        with failing(DeviceState, "allocate", MemoryError()), pytest.raises(MemoryError):
+            optimizer.add_param_group(group)
         assert (list(cache.chunks), sorted(tmp_path.iterdir())) == before
     optimizer.add_param_group(group)
     assert len(list(tmp_path.iterdir())) == len(before[1]) + 1
@@ -347,16 +342,15 @@ def test_failed_group_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_failed_first_group_unlocks_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_first_group_unlocks_the_directory(tmp_path: Path) -> None:
     options = {"policy": "zero_infinity", "min_offload_size": 100, "nvme_path": tmp_path}
     optimizer = ZenFlowAdamW(nn.Linear(4, 4).parameters(), **options)  # so small that it has no file
     optimizer.synchronize()
     group = {"params": list(nn.Linear(32, 64).parameters())}
 
-    with monkeypatch.context() as patch:
-        patch.setattr(state_file.ScratchDirectory, "free_bytes", lambda _: 0)
-        with pytest.raises(ValueError, match="too little space"):
-            optimizer.add_param_group(group)
+    full = failing(os, "posix_fallocate", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with full, pytest.raises(ValueError, match="too little space"):
+        optimizer.add_param_group(group)
     assert not list(tmp_path.iterdir())
     state_file.ScratchDirectory(tmp_path).close()
     optimizer.add_param_group(group)
@@ -419,6 +413,7 @@ def test_bad_input_raises_before_training(case: str, tmp_path: Path, monkeypatch
 SCRIPT = """
 import os, sys, torch
 from tests.engine.test_files import deep
+from tests.support.patches import failing
 from tests.support.training import EAGER_BACKEND, Training
 directory, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 options = {"reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2}}.get(name)

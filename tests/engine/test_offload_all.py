@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.support.copies import Copies
-from tests.support.patches import host_memory
+from tests.support.patches import failing, host_memory
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, copy_without_gil
@@ -322,25 +322,16 @@ def test_host_without_room_is_refused() -> None:
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
 
 
-def without_room(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def without_room(after: int) -> AbstractContextManager[None]:
     """Let the device have no room for a storage, after ``after`` of them."""
-    allocate, left = device_memory._Block.allocate, [after]
-
-    def failing(block: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise torch.OutOfMemoryError("no room")
-        allocate(block)
-
-    monkeypatch.setattr(device_memory._Block, "allocate", failing)
+    return failing(device_memory._Block, "allocate", torch.OutOfMemoryError("no room"), after=after)
 
 
 @pytest.mark.parametrize("after", [0, 5])
-def test_device_without_room_keeps_values(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_room_keeps_values(after: int) -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
     moved.optimizer.offload_all()
-    with monkeypatch.context() as patch:
-        without_room(patch, after)
+    with without_room(after):
         with pytest.raises(torch.OutOfMemoryError, match="still are; free device memory"):
             moved.optimizer.reload_all()
         with pytest.raises(torch.OutOfMemoryError):
@@ -350,13 +341,11 @@ def test_device_without_room_keeps_values(after: int, monkeypatch: pytest.Monkey
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
 
 
-def test_close_without_room_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_without_room_may_be_repeated() -> None:
     plain, moved = training("windows").run(0, 4), training("windows").run(0, 4)
     moved.optimizer.offload_all()
-    with monkeypatch.context() as patch:
-        without_room(patch, 5)
-        with pytest.raises(torch.OutOfMemoryError):
-            moved.optimizer.close()
+    with without_room(5), pytest.raises(torch.OutOfMemoryError):
+        moved.optimizer.close()
     for each in (plain, moved):
         each.optimizer.close()
     assert all(map(torch.equal, moved.model.parameters(), plain.model.parameters()))
@@ -386,15 +375,8 @@ def test_slow_copy_of_a_gradient_is_awaited(copies: Copies) -> None:
 
 def test_interrupted_move_is_made_good() -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
-    empty, left = device_memory._Block.empty, [4]
-
-    def interrupted(block: Any) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        empty(block)
-
-    with mock.patch.object(device_memory._Block, "empty", interrupted), pytest.raises(KeyboardInterrupt):
+    interrupt = failing(device_memory._Block, "empty", KeyboardInterrupt(), after=4)
+    with interrupt, pytest.raises(KeyboardInterrupt):
         moved.optimizer.offload_all()
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
 

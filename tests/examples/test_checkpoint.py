@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -9,7 +10,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples import checkpoint
 from examples.checkpoint import CheckpointError, CheckpointFolder, load_checkpoint
 from examples.settings import TrainConfig
+from tests.support.patches import failing
 from zenflow_compile import ZenFlowAdamW
 
 ROOT = Path(__file__).parents[2]
@@ -132,9 +136,8 @@ def test_failed_save_keeps_existing_checkpoints(call: str, tmp_path: Path) -> No
     run.save(1)
     run.save(2)
     before = names(tmp_path)
-
-    full = OSError(28, "No space left on device")
-    with mock.patch.object(os, call, side_effect=full), pytest.raises(OSError, match="No space left"):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with failing(os, call, full), pytest.raises(OSError, match="No space left"):
         run.save(3)
     assert names(tmp_path) == before
     run.save(3)
@@ -236,18 +239,28 @@ def test_file_of_another_live_save_is_kept(tmp_path: Path) -> None:
         assert writing.exists()
 
 
-def test_file_is_made_again_if_removed_before_its_lock(tmp_path: Path) -> None:
-    path = tmp_path / "step-000001-abc.unfinished"
-    flock, removed = fcntl.flock, [False]
+@contextmanager
+def before_the_lock(act: Callable[[], object]) -> Iterator[None]:
+    """Let another run ``act`` after this one has opened a file and before it has locked it, the first time."""
+    flock, acts = fcntl.flock, [act]
 
-    def cleaned_first(file: Any, operation: int) -> None:
-        if not removed[0]:
-            removed[0] = True
-            checkpoint._recover(path, wait=False)
-            assert not path.exists()
+    def late(file: Any, operation: int) -> None:
+        if acts:
+            acts.pop()()
         flock(file, operation)
 
-    with mock.patch.object(fcntl, "flock", cleaned_first), checkpoint._create_locked(path):
+    with mock.patch.object(fcntl, "flock", late):
+        yield
+
+
+def test_file_is_made_again_if_removed_before_its_lock(tmp_path: Path) -> None:
+    path = tmp_path / "step-000001-abc.unfinished"
+
+    def clean() -> None:
+        checkpoint._recover(path, wait=False)
+        assert not path.exists()
+
+    with before_the_lock(clean), checkpoint._create_locked(path):
         checkpoint._recover(path, wait=False)
         assert path.exists()
 
@@ -256,14 +269,12 @@ def test_file_made_again_is_not_removed(tmp_path: Path) -> None:
     """A cleaning run opens a file that is gone, and has another's name, before it has the lock."""
     path = tmp_path / "step-000001-abc.unfinished"
     path.touch()
-    flock = fcntl.flock
 
-    def made_again(file: Any, operation: int) -> None:
+    def make_again() -> None:
         path.rename(tmp_path / "step-000001-abc.pt")
         path.touch()
-        flock(file, operation)
 
-    with mock.patch.object(fcntl, "flock", made_again):
+    with before_the_lock(make_again):
         checkpoint._recover(path, wait=False)
     assert path.exists()
 

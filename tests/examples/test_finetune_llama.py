@@ -16,7 +16,7 @@ from zenflow_compile.runtime.device.devices import CpuDevice, device_of
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from examples.finetune_llama import FineTuneConfig, build, finetune, main, train
+from examples.finetune_llama import FineTuneConfig, build, finetune, main, parse, train
 
 CPU = torch.device("cpu")
 LOAD_TEXT = "examples.finetune_llama.load_text"
@@ -111,18 +111,17 @@ def test_tensors_on_the_cpu_are_counted() -> None:
     assert device.peak_bytes() == before
 
 
+@mock.patch.object(counting_allocator, "cpp_compiler", mock.Mock(return_value=None))
 def test_counting_needs_a_compiler() -> None:
-    missing = mock.patch.object(counting_allocator, "cpp_compiler", return_value=None)
-    with missing, pytest.raises(CountingError, match="needs a C\\+\\+ compiler: install g"):
+    with pytest.raises(CountingError, match="needs a C\\+\\+ compiler: install g"):
         counting_allocator._library.__wrapped__()
 
 
 @ON_CPU
 def test_peak_above_the_limit_is_an_error(repeating_text: Text) -> None:
     torch.compiler.reset()
-    message = r"error: the peak of \d+ bytes is above --device-memory=100000: raise it"
-    with mock.patch(LOAD_TEXT, return_value=repeating_text), pytest.raises(SystemExit, match=message):
-        main([*SMALL, "--offload-weights", "1.0", "--device-memory", "100KB"])
+    with pytest.raises(SystemExit, match=r"error: the peak of \d+ bytes is above --device-memory=100000: raise it"):
+        main([*SMALL, "--offload-weights", "1.0", "--device-memory", "100KB"], text=repeating_text)
 
 
 @ON_CPU
@@ -135,8 +134,8 @@ def test_peak_above_the_limit_is_an_error(repeating_text: Text) -> None:
     ],
 )
 def test_memory_options_are_checked(given: list[str], error: str, repeating_text: Text) -> None:
-    with mock.patch(LOAD_TEXT, return_value=repeating_text), pytest.raises(SystemExit, match=error):
-        main([*SMALL, *given])
+    with pytest.raises(SystemExit, match=error):
+        main([*SMALL, *given], text=repeating_text)
 
 
 @pytest.mark.parametrize(
@@ -144,17 +143,10 @@ def test_memory_options_are_checked(given: list[str], error: str, repeating_text
     [("auto", "auto"), ("0.5", 0.5), ("1.0", 1.0), ("64MB", 64 * 10**6), ("1.5 KiB", 1536), ("1000", 1000)],
 )
 def test_weights_option_is_read(given: str, value: Any) -> None:
-    seen: list[FineTuneConfig] = []
-
-    def read(config: FineTuneConfig, **rest: Any) -> Any:
-        seen.append(config)
-        raise ValueError("enough")
-
-    with mock.patch("examples.finetune_llama.train", read), pytest.raises(SystemExit, match="enough"):
-        main(["--offload-weights", given, "--device-memory", "2GiB"])
-    assert seen[0].offload_weights == value
-    assert type(seen[0].offload_weights) is type(value)
-    assert seen[0].device_memory == 2**31
+    config = parse(["--offload-weights", given, "--device-memory", "2GiB"])
+    assert config.offload_weights == value
+    assert type(config.offload_weights) is type(value)
+    assert config.device_memory == 2**31
 
 
 @pytest.mark.parametrize("given", ["", "much", "64XB", "-"])

@@ -6,8 +6,7 @@ import io
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tests.support.late_device import LateDevice
+from tests.support.late_device import LateDevice, served
 from tests.support.training import ENTRIES, ENTRY_IDS, Training
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device import devices
 from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.gradients.factors import Factors, multiply_
@@ -32,17 +30,6 @@ pytestmark = pytest.mark.timeout(120)
 
 CPU = torch.device("cpu")
 Tool = Callable[[Training], None]
-
-
-@contextmanager
-def late_device() -> Iterator[LateDevice]:
-    """Serve the CPU as a device with streams."""
-    device = LateDevice()
-    before, devices._DEVICES[CPU] = devices.device_of(CPU), device
-    try:
-        yield device
-    finally:
-        devices._DEVICES[CPU] = before
 
 
 def same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -141,7 +128,7 @@ def run(
 def test_factors_on_the_device_change_no_bit(options: str, tool: str, dtype: torch.dtype) -> None:
     entry = ENTRIES[len(options) % 2]
     expected = run(OPTIONS[options], TOOLS[tool], entry, dtype)
-    with late_device():
+    with served():
         actual = run(OPTIONS[options], TOOLS[tool], entry, dtype)
     same(actual, expected)
 
@@ -156,7 +143,7 @@ def test_norms_that_are_not_finite_act_as_on_the_cpu(options: str, infinite: flo
 
     expected = weights()
     assert any(bool(each.isnan().any()) for each in expected)
-    with late_device():
+    with served():
         same(weights(), expected)
 
 
@@ -175,7 +162,7 @@ def test_steady_step_waits_for_no_number(
             return read(*args)
 
         monkeypatch.setattr(Tensor, name, noted)
-    with late_device() as device:
+    with served() as device:
         training = Training(entry, {**OPTIONS[options], "select_strategy": "step", "select_interval": 1000})
         for step in range(9):
             (training.loss(step) * 1000.0).backward()
@@ -194,7 +181,7 @@ def test_steady_step_waits_for_no_number(
 
 
 def test_rate_on_the_device_is_read_once_per_step() -> None:
-    with late_device() as device:
+    with served() as device:
         training = Training(None, {"lr": torch.tensor(0.01)})
         device.blocking.clear()
         training.run(0, 5)
@@ -363,7 +350,7 @@ def test_no_wait_for_a_step_that_is_done() -> None:
 @pytest.mark.parametrize("options", ["windows", "auto"])
 def test_engine_waits_once_per_step(options: str) -> None:
     """Adaptive windows read values of the device, and wait for nothing else."""
-    with late_device() as device:
+    with served() as device:
         device.streams.compute_is_late = True
         training = Training(None, {**OPTIONS[options], "min_update_interval": 1} if options == "auto" else {})
         counts = []

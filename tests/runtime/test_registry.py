@@ -8,18 +8,17 @@ import re
 import warnings
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.late_device import LateDevice, served
 from tests.support.training import OFFLOAD_ALL, Training, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
-from zenflow_compile.runtime.device.devices import CpuDevice
-from zenflow_compile.runtime.device.thread_lane import ThreadLane
 from zenflow_compile.runtime.host import cores
 from zenflow_compile.runtime.parameters import allocation, capacity
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -38,9 +37,9 @@ def optimizer_on(model: nn.Module, **options: Any) -> ZenFlowAdamW:
     return ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **options)
 
 
-def test_engines_share_worker_cores_last(monkeypatch: pytest.MonkeyPatch) -> None:
+@mock.patch.object(capacity, "physical_cores", mock.Mock(return_value=FOUR_CORES))
+def test_engines_share_worker_cores_last() -> None:
     gc.collect()  # engines that tests before this one left in a cycle have cores, too
-    monkeypatch.setattr(capacity, "physical_cores", lambda: FOUR_CORES)
     first, second = optimizer_on(mlp(), workers=2), optimizer_on(mlp(), workers=1)
     in_use = first.engine.worker_cores + second.engine.worker_cores
     assert len(set(in_use)) == 3
@@ -62,9 +61,15 @@ def test_worker_cores_option_is_used_unchanged() -> None:
     training.optimizer.close()
 
 
-def test_workers_touch_their_pages_first_on_numa(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def numa(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The NUMA nodes of the cores of engines."""
+    nodes = {0, 1}
+    monkeypatch.setattr(allocation, "nodes_of", lambda cores: nodes)
+    return nodes
+
+
+def test_workers_touch_their_pages_first_on_numa(numa: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     core = max(os.sched_getaffinity(0))
     seen: list[tuple[int, set[int]]] = []
 
@@ -73,17 +78,19 @@ def test_workers_touch_their_pages_first_on_numa(
         seen.append((worker, os.sched_getaffinity(0)))
 
     monkeypatch.setattr(HostState, "touch", touch)
+    numa.remove(1)
     optimizer_on(mlp(), worker_cores=[core]).close()
     assert seen == []
-    monkeypatch.setattr(allocation, "nodes_of", lambda cores: {0, 1})
+    numa.add(1)
     optimizer = optimizer_on(mlp(), worker_cores=[core])
     assert seen == [(0, {core})] * len(optimizer.engine.offloaded)
     optimizer.close()
 
 
-def test_weights_are_equal_on_several_numa_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_equal_on_several_numa_nodes(numa: set[int]) -> None:
+    numa.remove(1)
     expected = Training(None).run(0, 6).weights()
-    monkeypatch.setattr(allocation, "nodes_of", lambda cores: {0, 1})
+    numa.add(1)
     for actual, weight in zip(Training(None).run(0, 6).weights(), expected, strict=True):
         assert torch.equal(actual, weight)
 
@@ -93,13 +100,11 @@ class Listener:
         raise AssertionError("no backward runs here")
 
 
-def test_unpinned_memory_warns_once_per_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinned_memory_warns_once_per_engine() -> None:
     """Two groups of parameters have two arenas, and the device refuses to pin both."""
     calls: list[int] = []
 
-    class Refusing(CpuDevice):
-        streams = SimpleNamespace(has_values=False)  # type: ignore[assignment]
-
+    class Refusing(LateDevice):
         def register(self, address: int, size_bytes: int) -> None:
             calls.append(size_bytes)
             raise RuntimeError("cudaHostRegister: out of memory")
@@ -107,15 +112,11 @@ def test_unpinned_memory_warns_once_per_engine(monkeypatch: pytest.MonkeyPatch) 
         def pinned_buffer(self, size_bytes: int) -> Any:
             raise RuntimeError("cuMemHostAlloc: out of memory")
 
-    device = torch.device("cpu")
-    monkeypatch.setattr(allocation, "device_of", Refusing)
-    monkeypatch.setattr(allocation, "make_lane", lambda name, device, recorder: ThreadLane(name, recorder))
-    listener = Listener()
-    engine = weakref.ref(listener)
-    options = Options(**OFFLOAD_ALL)
-    found = ParamRegistry([{}, {}], options, device, Recorder(), engine, visible_gradients=True)
-    with warnings.catch_warnings(record=True) as caught:
+    cpu, listener = torch.device("cpu"), Listener()
+    with served(Refusing), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        options = Options(**OFFLOAD_ALL)
+        found = ParamRegistry([{}, {}], options, cpu, Recorder(), weakref.ref(listener), visible_gradients=True)
         for group in (0, 1):
             named = [(f"{group}.{name}", param) for name, param in mlp().named_parameters()]
             found.add([named], group)

@@ -13,11 +13,11 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from tests.support.patches import failing
 from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory
 
 pytestmark = pytest.mark.timeout(20)
@@ -121,18 +121,14 @@ def test_holder_text_is_shown_printable(text: str, tmp_path: Path) -> None:
     ScratchDirectory(tmp_path).close()
 
 
-def test_full_disk_unlocks_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_unlocks_the_directory(tmp_path: Path) -> None:
     before = psutil.Process().num_fds()
-
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    message = f"nvme_path={re.escape(repr(str(tmp_path)))} cannot be used: No space left.*space left$"
     for call in ("pwrite", "ftruncate", "open"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, full)
-            message = f"nvme_path={re.escape(repr(str(tmp_path)))} cannot be used: No space left.*space left$"
-            with pytest.raises(ValueError, match=message) as caught:  # its traceback keeps all frames alive
-                ScratchDirectory(tmp_path)
+        # The error's traceback keeps all frames alive.
+        with failing(os, call, full), pytest.raises(ValueError, match=message) as caught:
+            ScratchDirectory(tmp_path)
         assert psutil.Process().num_fds() == before
         assert not list(tmp_path.iterdir())
         ScratchDirectory(tmp_path).close()
@@ -165,6 +161,7 @@ def test_impossible_path_is_refused(path: str, message: str) -> None:
 
 ORPHAN = """
 import os, sys
+from tests.support.patches import failing
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 directory = ScratchDirectory(sys.argv[1])
 child = os.fork()

@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.support.patches import failing
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory, whole_pages
@@ -36,11 +37,8 @@ def pages(count: int) -> tuple[HostArena, torch.Tensor]:
     return arena, arena.take((count * PAGE_BYTES,), torch.uint8)
 
 
-def refused(call: str, code: int) -> Any:
-    def raise_it(*args: Any, **keywords: Any) -> Any:
-        raise OSError(code, f"{os.strerror(code)} in {call}")
-
-    return raise_it
+def refusing(call: str, code: int) -> AbstractContextManager[None]:
+    return failing(os, call, OSError(code, f"{os.strerror(code)} in {call}"))
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -107,20 +105,20 @@ def test_files_of_a_dead_run_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_read_only_directory_is_refused(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "open", refused("open", code))
-    with pytest.raises(ValueError, match=r"nvme_path=.*cannot be used.*; name a directory"):
+def test_read_only_directory_is_refused(code: int, tmp_path: Path) -> None:
+    message = r"nvme_path=.*cannot be used.*; name a directory"
+    with refusing("open", code), pytest.raises(ValueError, match=message):
         ScratchDirectory(tmp_path)
 
 
-def test_full_disk_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_refused_at_once(tmp_path: Path) -> None:
     directory = ScratchDirectory(tmp_path)
     stats = os.statvfs(tmp_path)
     with pytest.raises(ValueError, match=r"nvme_path=.*too little space.*; free some"):
         directory.create(stats.f_blocks * stats.f_frsize, {}, purpose="for a test", otherwise="none")
     for code in (errno.ENOSPC, errno.EDQUOT):
-        monkeypatch.setattr(os, "posix_fallocate", refused("posix_fallocate", code))
-        with pytest.raises(ValueError, match=r"nvme_path=.*too little space"):
+        message = r"nvme_path=.*too little space"
+        with refusing("posix_fallocate", code), pytest.raises(ValueError, match=message):
             directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     directory.close()

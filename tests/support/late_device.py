@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zenflow_compile.runtime.device.device import Streams
-from zenflow_compile.runtime.device.devices import CpuDevice
+from zenflow_compile.runtime.device.devices import CpuDevice, device_of, register_device
 
+CPU = torch.device("cpu")
 _LOCK = threading.RLock()  # of all queues
 _POLLS = 3
 _LATE_SECONDS = 2e-3
@@ -171,10 +172,22 @@ class LateDevice(CpuDevice):
 
     streams: LateStreams  # type: ignore[assignment]
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, torch_device: torch.device = CPU) -> None:
+        super().__init__(torch_device)
         self.streams = LateStreams()
 
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # Not zeros: a number that is read before its copy has run must be a wrong one.
         return super().host_zeros(shape, dtype).add_(3)
+
+
+@contextmanager
+def served(implementation: type[LateDevice] = LateDevice) -> Iterator[LateDevice]:
+    """Serve the CPU as a device with streams inside of the block; engines that are made there keep theirs."""
+    register_device("cpu", implementation)
+    try:
+        device = device_of(CPU)
+        assert isinstance(device, implementation)
+        yield device
+    finally:
+        register_device("cpu", CpuDevice)
