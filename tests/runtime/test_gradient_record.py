@@ -378,13 +378,10 @@ def test_factor_with_a_graph_leaves_none() -> None:
 class HostReads:
     """Counts the reads of tensors on the host, of each kind."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        for name in ("item", "tolist", "__float__", "__bool__"):
-            monkeypatch.setattr(Tensor, name, self._counted(name, getattr(Tensor, name)))
-        monkeypatch.setattr(torch, "stack", self._counted("stack", torch.stack))
 
-    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         self.counts[name] = 0
 
         def counted(*args: Any, **keywords: Any) -> Any:
@@ -404,7 +401,15 @@ def finish(factors: Factors, records: list[GradientRecord]) -> None:
     factors.finish(records, ThreadLane("D2H", Recorder()), device_of(CPU), step=0)
 
 
-def test_factors_are_final_without_a_host_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> HostReads:
+    found = HostReads()
+    for owner, name in (*((Tensor, name) for name in ("item", "tolist", "__float__", "__bool__")), (torch, "stack")):
+        monkeypatch.setattr(owner, name, found.counted(name, getattr(owner, name)))
+    return found
+
+
+def test_factors_are_final_without_a_host_read(reads: HostReads) -> None:
     source = Source(deferred=True)
     records = [record_in(PARTS, source) for _ in range(5)]
     clip, unscale, own = torch.tensor(0.5), torch.tensor(0.25), torch.tensor(2.0)
@@ -413,7 +418,7 @@ def test_factors_are_final_without_a_host_read(monkeypatch: pytest.MonkeyPatch) 
     for record in records[1:4]:
         record.scale(clip)
     records[3].scale(own)
-    reads = HostReads(monkeypatch)
+    reads.take()
     finish(source.factors, records)
     assert reads.take() == {"stack": 1}
     scales, unscales = zip(*(record.final for record in records), strict=True)
@@ -501,12 +506,11 @@ def test_deferred_factors_under_every_policy(options: dict[str, Any]) -> None:
     compare(deferring(scaled_and_clipped), None, options, effect=with_tool(None))
 
 
-def test_step_waits_for_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_waits_for_no_factor(reads: HostReads) -> None:
     """Unscaling, clipping and the step up to its jobs read no factor on the host."""
     training = Training(None)
     training.optimizer.engine.registry.gradients.factors = deferred()
     offloaded = training.optimizer.engine.offloaded
-    reads = HostReads(monkeypatch)
     for step in range(3):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         scaler.scale(training.loss(step)).backward()
