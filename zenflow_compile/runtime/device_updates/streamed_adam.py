@@ -141,9 +141,7 @@ class StreamedAdam:
 
     Attributes:
         params: the streamed parameters, by index in the plan.
-        subgroups: in their order.
-        buffers: on the device; those that hold no state are ``free``.
-        loaded: state on the device or on its way there, by the subgroup's number.
+        subgroups, buffers: all of them; ``free`` buffers hold no state, ``loaded`` ones that of a subgroup, by number.
     """
 
     def __init__(self, to_host: CopyLane, to_device: CopyLane, recorder: Recorder, device: torch.device) -> None:

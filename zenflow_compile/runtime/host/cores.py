@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeVar
 
 import psutil
 
-from zenflow_compile.checks.validate import usable_cores
 from zenflow_compile.performance.hardware import LEFT_FREE
 
 SYSTEM = Path("/sys/devices/system")
@@ -46,7 +45,8 @@ def physical_cores(system: Path = SYSTEM, usable: Sequence[int] | None = None) -
         system: the directory of ``cpu/cpuN/topology`` and ``cpu/cpuN/nodeM``. Without these files, the first logical
             cores are assumed to be the physical ones, as Linux numbers them, up to psutil's count.
     """
-    usable = usable_cores() if usable is None else usable
+    if usable is None:
+        usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = {logical: _siblings(system / f"cpu/cpu{logical}/topology") for logical in usable}
     if None in siblings.values():
         physical = psutil.cpu_count(logical=False) or len(usable)
