@@ -49,23 +49,21 @@ class Variant:
 _ALONE = Variant("forward and backward alone", "forward_backward")
 
 
-def variants(elements: int, nvme: str, tables: Sequence[str]) -> list[Variant]:
+def variants(nvme: str, tables: Sequence[str]) -> list[Variant]:
     """What is compared.
 
     Args:
-        elements: of the largest parameter, which is one subgroup.
         nvme: directory for directories with state in files: one each, since two optimizers never share one.
     """
-    streamed: dict[str, Any] = {"sub_group_size": elements}
     found = [
         Variant("resident", "resident"),
         Variant("zero_offload", "zero_offload"),
         Variant("twinflow, half", "twinflow", options={"ratio": 0.5}),
-        Variant("deep_optimizer_states, stride 2", "deep_optimizer_states", options={**streamed, "update_stride": 2}),
+        Variant("deep_optimizer_states, stride 2", "deep_optimizer_states", options={"update_stride": 2}),
         Variant("zenflow", "zenflow"),
         Variant("zero_infinity", "zero_infinity", options={"nvme_path": _directory(nvme, "infinity")}),
         Variant("zenflow, nothing kept whole", "zenflow", options={"device_share": 0.0}),
-        Variant("zenflow, every 4th streamed", "zenflow", options={**streamed, "update_stride": 4}),
+        Variant("zenflow, every 4th streamed", "zenflow", options={"update_stride": 4}),
         Variant(
             "zenflow, host state in files",
             "zenflow",
@@ -79,11 +77,11 @@ def variants(elements: int, nvme: str, tables: Sequence[str]) -> list[Variant]:
                 f"deep_optimizer_states, {1 - ratio:.0%} resident",
                 "deep_optimizer_states",
                 "resident share",
-                {**streamed, "update_stride": 2, "ratio": ratio},
+                {"update_stride": 2, "ratio": ratio},
             )
         )
     for stride in (1, 2, 3, 4):
-        options = {**streamed, "update_stride": stride}
+        options = {"update_stride": stride}
         found.append(Variant(f"every {stride}. on the device", "deep_optimizer_states", "stride", options))
     found.append(Variant("none on the device", "zero_offload", "stride"))
     return [each for each in found if each.table in tables]
@@ -239,13 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.steps % 4 or given.steps < 4:
         parser.error(f"--steps {given.steps} must be a multiple of 4, whole windows")
-    largest = max(param.numel() for param in WORKLOADS[given.model].build().parameters())
     console = Console(width=None if sys.stdout.isatty() else 180)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=given.nvme) as nvme:
         machine = Predictor.measure(given.model, threads=given.threads, directory=nvme)
         for name in given.table:
-            chosen = variants(largest, nvme, [name])
+            chosen = variants(nvme, [name])
             alone, measured = measure(given, chosen)
             predictor = machine.computing(alone)
             for each, variant in zip(measured, chosen, strict=True):

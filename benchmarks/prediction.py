@@ -93,7 +93,7 @@ class Predictor:
         """Simulate ``policy`` with ``options``."""
         checked = Options.from_keywords(policy=policy, **options)
         plan = make_plan(self.shape.params, checked)
-        workers = worker_count(self.hardware.cores, cpu_quota(), workers=checked.workers, reserved_share=None)
+        workers = worker_count(self.hardware.cores, cpu_quota(), checked.threads(self.hardware.cores))
         # With an optimizer object gradients are final in step(), as they are where something is clipped.
         recording = simulate(plan, self.hardware, self.shape, tokens=self.tokens, workers=workers, final_at_step=True)
         summary = summarize(recording)

@@ -98,10 +98,9 @@ def _train(host: SlowHost, run: Run, layers: int, seconds: float, steps: int) ->
         "lr": 1e-3,
         "topk_ratio": 0.1,
         "update_interval": INTERVAL,
-        "device_share": 0.0,
-        "spare_device_bytes": KEPT * STATE_BYTES,
+        "device_share": KEPT * STATE_BYTES,
         "min_offload_size": 0,
-        "weight_grad_order": run.order,
+        "weight_grad_bytes": "auto" if run.order == "forward" else 0,
         "workers": 1,
     }
     if run.clipping:

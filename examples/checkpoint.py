@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from examples.ranks import on_first_rank
 from examples.settings import TrainConfig
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import printable
 
 _KEPT = 2  # the newest, and the one before it in case the newest is damaged
 _MARK = b"zenflow checkpoint, sha256:"

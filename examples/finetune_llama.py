@@ -139,6 +139,9 @@ def train(config: FineTuneConfig, *, text: Text | None = None, console: Console 
     if config.measures and config.steps <= _DECIDED:
         raise ValueError(f"steps={config.steps} must be at least {_DECIDED + 1}: memory is measured after that many")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device_memory is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, config.device_memory / total))
     if config.offload_weights == "auto" and config.device_memory is None and device.type == "cpu":
         raise ValueError(
             "--offload-weights auto needs a limit on the CPU, which has no memory of its own; pass "
@@ -156,8 +159,6 @@ def _optimizer(config: FineTuneConfig, model: LlamaForCausalLM) -> zf.ZenFlowAda
     if config.measures:
         # One backward per step: gradients leave the device in the backward, and not in the step.
         options = {"offload_weights": config.offload_weights, "gradient_accumulation_steps": 1}
-    if config.offload_weights == "auto":
-        options["device_memory_bytes"] = config.device_memory
     return zf.ZenFlowAdamW(model.named_parameters(), lr=config.lr, policy=config.policy, **options)
 
 

@@ -59,7 +59,7 @@ def train_and_report(console: Console, *, steps: int, inner: str) -> None:
     model = GPT(GPTConfig(context=CONTEXT, layers=LAYERS, width=WIDTH, heads=WIDTH // 32))
     text = load_text(4_000_000)
     optimizer = zf.ZenFlowAdamW(
-        model.named_parameters(), lr=1e-3, full_warm_up_rounds=0, pt_reserved_cores_perc=CORES_OF_PYTORCH
+        model.named_parameters(), lr=1e-3, full_warm_up_rounds=0, workers=1.0 - CORES_OF_PYTORCH
     )
     compiled = torch.compile(model, backend="zenflow", options={"inner": inner})
 

@@ -175,7 +175,7 @@ def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
         **({} if config.policy == "resident" else on_host),
         max_grad_norm=config.max_grad_norm,
         process_group=dist.group.WORLD if ranks()[1] > 1 and not config.fsdp else None,
-        pt_reserved_cores_perc=CORES_OF_PYTORCH if config.torch_device().type == "cpu" else None,
+        workers=1.0 - CORES_OF_PYTORCH if config.torch_device().type == "cpu" else None,
     )
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import printable
 from zenflow_compile.compiler.ownership import engines_of
 from zenflow_compile.passes.base import PassContext, Phase
 from zenflow_compile.passes.merge_gradients import MERGED

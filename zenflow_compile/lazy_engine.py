@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
@@ -77,7 +77,7 @@ class LazyEngine:
         check_native_code()
         _check_offloaded_weights(given, alone=ranks is None)
         if given.offload_weights == "auto":
-            check_room(device_of(params[0].device), given.device_memory_bytes)
+            check_room(device_of(params[0].device))
         earlier = _owners_of(params)
         self._check_plan(params, freed=sum(each.host_bytes for each in earlier))
         self.claim = Claim(optimizer)

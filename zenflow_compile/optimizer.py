@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.lazy_engine import LazyEngine, check_devices
 from zenflow_compile.options.options import Options
-from zenflow_compile.options.unread import warn_of_unread
 from zenflow_compile.planning.dtypes import TRAINED
 from zenflow_compile.runtime.checkpoint import save_load
 from zenflow_compile.runtime.checkpoint.save_load import TO_CHANGE_STATE
@@ -100,7 +99,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         given = Options.from_keywords(**options)
-        warn_of_unread(given)
+        given.warn_of_unread()
         self._stepped = False
         self._warned_of_no_gradient = False
         defaults = {
@@ -138,7 +137,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def options(self) -> Options:
         """The options of this optimizer.
 
-        Under ``policy="auto"`` with the policy and its ``ratio``, ``update_stride``, ``spare_device_bytes`` and
+        Under ``policy="auto"`` with the policy and its ``ratio``, ``update_stride``, ``device_share`` and
         ``offload_device`` decided, likewise ``update_stride="auto"``: reading them then is a first use. Groups that are
         added later are planned under the same choice.
         """

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
 

@@ -19,7 +19,6 @@ from benchmarks.evidence.turns import Turns, take_turns
 from benchmarks.prediction import Predictor
 from benchmarks.systems.case import OURS, Case
 from benchmarks.systems.comparison import Schedule
-from benchmarks.systems.workloads import WORKLOADS
 from zenflow_compile.cli import doctor
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.performance.equations import NEVER
@@ -65,7 +64,6 @@ def measure_peers(setting: Setting, emit: Emit, *, model: str, tokens: int, clip
 def measure_strides(setting: Setting, emit: Emit) -> None:
     """``deep_optimizer_states`` with every stride, Equation 1's among them, and without any update on the device."""
     of = partial(setting.case, model=_STRIDE_MODEL)
-    model = of(ALONE).model
     equation: Row | None = None
     strides = set(_STRIDES[:1] if setting.tiny else _STRIDES)
     if setting.doctor is not None:
@@ -73,12 +71,8 @@ def measure_strides(setting: Setting, emit: Emit) -> None:
         # JSON knows no infinity: None is a link that is too slow for the device to update anything.
         equation = {"ratio": ratio if math.isfinite(ratio) else None, "stride": None if stride == NEVER else stride}
         strides |= {stride} - {NEVER}
-    with torch.device("meta"):
-        largest = max(param.numel() for param in WORKLOADS[model].build().parameters())
     others: dict[str, Case] = {
-        f"every {stride}. on the device": of(
-            "deep_optimizer_states", options={"sub_group_size": largest, "update_stride": stride}
-        )
+        f"every {stride}. on the device": of("deep_optimizer_states", options={"update_stride": stride})
         for stride in sorted(strides)
     }
     others["none on the device"] = of("zero_offload")

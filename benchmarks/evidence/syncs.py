@@ -72,7 +72,7 @@ def counted_syncs(found: Counter[str], *, cuda: bool) -> Iterator[None]:
 def measure(setting: Setting, emit: Emit) -> None:
     """One row per kind of step: steady, steady with ``clip_grad_norm_``, and re-selecting ones."""
     # Re-selections at known steps; with the default they depend on the gradients.
-    options = {"select_strategy": "step", "select_interval": _SELECT_INTERVAL}
+    options = {"select_interval": _SELECT_INTERVAL}
     with Loop(setting, options) as loop:
         loop.steps(WARM_UP)
         for clip in (False, True):

@@ -110,7 +110,7 @@ def phases(
         workers: threads per device; by default all its cores but two.
     """
     shape = replace(model(name), context=context)
-    plan = make_plan(shape.params, Options(sub_group_size=SUB_GROUP, **options))
+    plan = make_plan(shape.params, Options(**options))
     recording = simulate(
         plan, node, shape, tokens=tokens, steps=1, final_at_step=final_at_step, recompute=recompute, workers=workers
     )

@@ -15,7 +15,7 @@ from torch import nn
 import zenflow_compile
 from tests.engine.test_files import full_after
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import printable
 from zenflow_compile.native import build
 from zenflow_compile.performance import models
 

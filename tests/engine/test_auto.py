@@ -28,7 +28,7 @@ def rates() -> Iterator[list[float]]:
         yield given
 
 
-AUTO: dict[str, Any] = {"update_interval": "auto", "auto_ratio": 0.0, "max_update_interval": 5}
+AUTO: dict[str, Any] = {"update_interval": (None, 5), "auto_ratio": 0.0}
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
@@ -51,9 +51,9 @@ def test_time_bounds_windows_from_the_third_step(entry: dict[str, Any] | None, r
 
 @pytest.mark.parametrize("option", [1, 3, 5])
 def test_given_bound_measures_nothing(option: int, rates: list[float]) -> None:
-    training = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": option}).run(0, 12)
+    training = Training(EAGER_BACKEND, {**AUTO, "update_interval": (option, 5)}).run(0, 12)
     assert training.optimizer.engine.adaptive_windows == AdaptiveWindows(option, 5, measured=False)
-    again = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": option}).run(0, 12)
+    again = Training(EAGER_BACKEND, {**AUTO, "update_interval": (option, 5)}).run(0, 12)
     assert_same(again.weights(), training.weights())
 
 
@@ -92,7 +92,7 @@ def test_trained_optimizer_takes_a_loaded_state(rates: list[float]) -> None:
 def test_option_overrides_the_state(rates: list[float]) -> None:
     rates += [SLOW_HOST]
     saved = Training(EAGER_BACKEND, AUTO).run(0, 6).saved()
-    resumed = Training(EAGER_BACKEND, {**AUTO, "min_update_interval": 2}).load(saved)
+    resumed = Training(EAGER_BACKEND, {**AUTO, "update_interval": (2, 5)}).load(saved)
     assert resumed.optimizer.engine.adaptive_windows == AdaptiveWindows(2, 5, measured=False)
 
 
@@ -110,7 +110,7 @@ def often() -> Iterator[None]:
 DRIFTING: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 2, "topk_ratio": 0.3},
     "every step": {"update_interval": 1, "topk_ratio": 0.3},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1, "topk_ratio": 0.3},
+    "auto": {"update_interval": (1, 4), "auto_ratio": 0.6, "topk_ratio": 0.3},
 }
 
 

@@ -295,7 +295,7 @@ def test_forward_ahead_of_a_reselecting_step() -> None:
             optimizer.close()
         return model.weight.detach()
 
-    keywords: dict[str, Any] = {**OFFLOAD_ALL, "update_interval": 1, "select_interval": 1, "select_strategy": "step"}
+    keywords: dict[str, Any] = {**OFFLOAD_ALL, "update_interval": 1, "select_interval": 1}
     expected = trained(lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), "eager")
     actual = trained(lambda model: ZenFlowAdamW(model.parameters(), lr=0.01, topk_ratio=0.3, **keywords), "zenflow")
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)

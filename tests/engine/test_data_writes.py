@@ -35,7 +35,7 @@ EXACT: dict[str, Any] = {"update_interval": 1}
 POLICIES: dict[str, dict[str, Any]] = {
     "zenflow": {"update_interval": 1, "overlap_step": False},
     "zero_offload": {"policy": "zero_offload"},
-    "streamed": {"policy": "deep_optimizer_states", "ratio": 1.0, "update_stride": 2, "sub_group_size": 1},
+    "streamed": {"policy": "deep_optimizer_states", "ratio": 1.0, "update_stride": 2},
     "files": {"policy": "zero_infinity", "host_window_bytes": LARGEST_STATE},
     "resident": {"policy": "resident"},
 }

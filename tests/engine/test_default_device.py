@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch
 
 OPTION_SETS: dict[str, dict[str, Any]] = {
-    "defaults": {"select_strategy": "step", "select_interval": 2, "update_interval": 2},
+    "defaults": {"select_interval": 2, "update_interval": 2},
     "staleness": {"update_interval": 2, "staleness": 1},
-    "adaptive": {"update_interval": "auto", "max_update_interval": 3},
-    "int8": {"gradient_compression": "int8"},
-    "summed": {"update_interval": 2, "accumulate_on_device": True},
+    "adaptive": {"update_interval": (None, 3)},
+    "int8": {"gradient_transfer": "int8"},
+    "summed": {"update_interval": 2, "gradient_transfer": "mean"},
     "zero_offload": {"policy": "zero_offload"},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
 }

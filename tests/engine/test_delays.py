@@ -20,7 +20,7 @@ SETTINGS = settings(
     "windows", "stale_every_step", "reselecting", "auto", "summed", "compressed_stale", "summed_stale_warm_up"
 )
 STREAMED = settings("streamed", "every_second_streamed", "windows_and_streamed")
-THREE_WORKERS = {"pt_reserved_cores_perc": 0.0}
+THREE_WORKERS = {"workers": 1.0}
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def test_slow_copy_survives_reused_gradient_memory(compiled: dict[str, Any], mon
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_synchronize_leaves_weights_unchanged(entry: dict[str, Any] | None, staleness: int) -> None:
-    options = {"update_interval": 2, "staleness": staleness, "select_strategy": "step", "select_interval": 2}
+    options = {"update_interval": 2, "staleness": staleness, "select_interval": 2}
     expected = Training(entry, options).run(0, 9).weights()
     training = Training(entry, options)
     for step in range(9):

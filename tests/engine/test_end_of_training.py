@@ -30,8 +30,8 @@ pytestmark = pytest.mark.timeout(120)
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {},
     "stale": {"staleness": 1},
-    "auto": {"update_interval": "auto", "min_update_interval": 1},
-    "summed": {"accumulate_on_device": True},
+    "auto": {"update_interval": (1, 4)},
+    "summed": {"gradient_transfer": "mean"},
     "clipped": {"max_grad_norm": 0.01},
     "exact": {"update_interval": 1},
 }

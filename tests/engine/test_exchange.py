@@ -25,7 +25,7 @@ from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork, Stat
 
 pytestmark = pytest.mark.timeout(120)
 
-EVERY_STEP: dict[str, Any] = {"update_interval": 1, "select_strategy": "step", "select_interval": 1}
+EVERY_STEP: dict[str, Any] = {"update_interval": 1, "select_interval": 1}
 SETTINGS = {
     "every_step": {**EVERY_STEP, "topk_ratio": 0.3},
     "half": {**EVERY_STEP, "topk_ratio": 0.5},
@@ -72,7 +72,7 @@ def rows(training: Training) -> list[torch.Tensor]:
 def test_training_equals_a_direct_exchange(
     name: str, entry: dict[str, Any] | None, dtype: torch.dtype, request: pytest.FixtureRequest, tmp_path: Any
 ) -> None:
-    options = {**SETTINGS[name], "pt_reserved_cores_perc": 0.0}
+    options = {**SETTINGS[name], "workers": 1.0}
     if name == "zero_infinity":
         options = {**EVERY_STEP, "offload_device": "nvme", "nvme_path": tmp_path, "host_window_bytes": LARGEST_STATE}
     direct = Training(entry, options, dtype).run(0, 12)

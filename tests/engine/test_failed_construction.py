@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zenflow": {"update_interval": 2},
     "zenflow_files": {"offload_device": "nvme", "host_window_bytes": 1 << 16},
     "zero_infinity": {"policy": "zero_infinity"},
-    "weights_in_files": {"policy": "zero_infinity", "offload_weights": 1.0, "offload_weights_device": "nvme"},
+    "weights_in_files": {"policy": "zero_infinity", "offload_weights": 1.0, "offload_device": "nvme_all"},
     "deep_optimizer_states": {"policy": "deep_optimizer_states", "update_stride": 1},
 }
 

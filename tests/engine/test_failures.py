@@ -68,7 +68,7 @@ def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeE
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize(
     "options",
-    [{"update_interval": 1}, {}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}],
+    [{"update_interval": 1}, {}, {"gradient_transfer": "mean"}, {"gradient_transfer": "int8"}],
     ids=["windows_of_one", "defaults", "summed", "int8"],
 )
 @pytest.mark.parametrize("break_it", [break_update, break_copy])

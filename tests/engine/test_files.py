@@ -135,7 +135,7 @@ def test_late_file_access_leaves_weights_unchanged(
     expected = in_memory(options, entry, torch.float32).run(0, 8).weights()
     for seed, window in enumerate((CHUNK_BYTES, 3 * CHUNK_BYTES)):
         with gated(Delays(seed, 4.0).seconds, ("read", "write")) as late:
-            training = files.training({**options, "pt_reserved_cores_perc": 0.0}, entry, window=window)
+            training = files.training({**options, "workers": 1.0}, entry, window=window)
             assert_same(training.run(0, 8).weights(), expected)
             assert len(late) > 40
 
@@ -416,7 +416,7 @@ from tests.engine.test_files import deep
 from tests.support.patches import failing
 from tests.support.training import EAGER_BACKEND, Training
 directory, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-options = {"reselecting": {"update_interval": 2, "select_strategy": "step", "select_interval": 2}}.get(name)
+options = {"reselecting": {"update_interval": 2, "select_interval": 2}}.get(name)
 options = options or {"policy": name}
 files = {"offload_device": "nvme", "nvme_path": directory + "/swap", "host_window_bytes": 12 * 32 * 32}
 training = Training(EAGER_BACKEND, {**options, **files}, torch.bfloat16, deep)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.timeout(60)
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {},
     "stale": {"staleness": 1},
-    "auto": {"update_interval": "auto", "min_update_interval": 1},
-    "summed": {"accumulate_on_device": True},
-    "compressed": {"gradient_compression": "int8"},
+    "auto": {"update_interval": (1, 4)},
+    "summed": {"gradient_transfer": "mean"},
+    "compressed": {"gradient_transfer": "int8"},
     "clipped": {"max_grad_norm": 0.01},
     "files": {"offload_device": "nvme", "host_window_bytes": LARGEST_STATE},
 }
@@ -111,7 +111,7 @@ def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
 
 
 def test_flush_warns_of_summed_gradients() -> None:
-    training = Training(EAGER_BACKEND, {"update_interval": 4, "accumulate_on_device": True}).run(0, 6)
+    training = Training(EAGER_BACKEND, {"update_interval": 4, "gradient_transfer": "mean"}).run(0, 6)
     training.optimizer.synchronize()
     training.model.load_state_dict({name: value + 1 for name, value in training.model.state_dict().items()})
     with pytest.warns(UserWarning, match=r"windows of \d parameters.*were dropped.*synchronize\(\) after"):
@@ -139,7 +139,7 @@ def test_write_then_synchronize_keeps_gradients(entry: dict[str, Any] | None) ->
 
 def test_flush_over_a_lost_update_raises() -> None:
     """Every window is empty afterwards, and training may go on."""
-    training = Training(EAGER_BACKEND, {"update_interval": "auto", "min_update_interval": 1}).run(0, 7)
+    training = Training(EAGER_BACKEND, {"update_interval": (1, 4)}).run(0, 7)
     due = [each for each in training.optimizer.engine.offloaded.values() if each.host.flushed]
     assert due
     with torch.no_grad(), pytest.raises(RuntimeError, match=IN_FLIGHT):

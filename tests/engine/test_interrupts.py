@@ -233,7 +233,7 @@ def test_interrupt_at_backward_end_sums_no_batches() -> None:
 
 @pytest.mark.parametrize("functions", [{"apply_next", "_merge", "_reselect"}, {"exchange_rows"}])
 def test_interrupted_apply_is_repaired_or_raises(functions: set[str]) -> None:
-    options = {"update_interval": 1, "select_interval": 1, "select_strategy": "step"}
+    options = {"update_interval": 1, "select_interval": 1}
     training = Training(EAGER_BACKEND, options).run(0, 3)
     saved = training.saved()
     training.step(3)
@@ -590,7 +590,7 @@ def test_second_close_completes_an_interrupted_one(policy: str, tmp_path: Path) 
     if policy == "deep_optimizer_states":
         options = {"policy": policy, "update_stride": 1}
     if policy == "summed":
-        options = {"accumulate_on_device": True, "update_interval": 4}
+        options = {"gradient_transfer": "mean", "update_interval": 4}
     threads = {thread.ident for thread in threading.enumerate()}
 
     def trained() -> Training:

@@ -324,7 +324,7 @@ def test_generate_sees_current_weights() -> None:
 POLICIES: dict[str, dict[str, Any]] = {
     "zenflow": {},
     "warm_up": {"update_interval": 4, "full_warm_up_rounds": STEPS},
-    "streamed": {"update_stride": 2, "sub_group_size": WIDTH * WIDTH},
+    "streamed": {"update_stride": 2},
     "files": {"offload_device": "nvme"},
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.7},

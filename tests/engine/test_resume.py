@@ -72,7 +72,7 @@ def test_training_reloads_its_own_checkpoint() -> None:
 
 
 def test_state_dict_shares_no_memory_with_its_loader() -> None:
-    options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1}
+    options = {"update_interval": 1, "select_interval": 1}
     training = Training(None, options).run(0, 3)
     state = training.optimizer.state_dict()
     kept = copy.deepcopy(state)

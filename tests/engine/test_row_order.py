@@ -24,17 +24,16 @@ FEATURES, HIDDEN, CLASSES = 83, 75, 5
 
 CASES: dict[str, dict[str, Any]] = {
     "drift": {"update_interval": 4},
-    "interval": {"update_interval": 4, "select_strategy": "step", "select_interval": 8},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.7, "min_update_interval": 1, "max_update_interval": 5},
-    "int8": {"update_interval": 4, "gradient_compression": "int8"},
+    "interval": {"update_interval": 4, "select_interval": 8},
+    "auto": {"update_interval": (1, 5), "auto_ratio": 0.7},
+    "int8": {"update_interval": 4, "gradient_transfer": "int8"},
     "int8_interval": {
         "update_interval": 4,
-        "gradient_compression": "int8",
-        "select_strategy": "step",
+        "gradient_transfer": "int8",
         "select_interval": 8,
     },
-    "summed": {"update_interval": 4, "accumulate_on_device": True},
-    "summed_auto": {"update_interval": "auto", "auto_ratio": 0.7, "accumulate_on_device": True},
+    "summed": {"update_interval": 4, "gradient_transfer": "mean"},
+    "summed_auto": {"update_interval": "auto", "auto_ratio": 0.7, "gradient_transfer": "mean"},
     "clipped": {"update_interval": 4, "max_grad_norm": 0.1},
 }
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import pools_of
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
@@ -22,12 +26,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "windows": {"topk_ratio": 0.25},
     "all deferred": {"topk_ratio": 0.0, "update_interval": 3},
     "late": {"topk_ratio": 0.25, "update_interval": 2, "staleness": 1},
-    "late, longer": {"topk_ratio": 0.25, "staleness": 1, "select_strategy": "step", "select_interval": 4},
+    "late, longer": {"topk_ratio": 0.25, "staleness": 1, "select_interval": 4},
     "late every step": {"topk_ratio": 0.25, "update_interval": 1, "staleness": 1},
     "no overlap": {"topk_ratio": 0.25, "overlap_step": False},
     "warm-up": {"topk_ratio": 0.25, "full_warm_up_rounds": 6},
-    "summed": {"topk_ratio": 0.25, "accumulate_on_device": True, "full_warm_up_rounds": 2},
-    "int8": {"topk_ratio": 0.25, "gradient_compression": "int8"},
+    "summed": {"topk_ratio": 0.25, "gradient_transfer": "mean", "full_warm_up_rounds": 2},
+    "int8": {"topk_ratio": 0.25, "gradient_transfer": "int8"},
     "zero_offload": {"policy": "zero_offload", "device_share": 0.25},
     "twinflow": {"policy": "twinflow", "ratio": 0.5, "device_share": 0.25},
     "weights on the host": {"topk_ratio": 0.25, "offload_weights": 1.0},
@@ -70,12 +74,24 @@ class Wild(Training):
         return self
 
 
-def wild(options: dict[str, Any], entry: Any, seed: int, *, shared: bool) -> Wild:
-    return Wild(entry, {**options, "shared_buffers": shared, "workers": 1}, torch.bfloat16, deep)
+@contextmanager
+def own_buffers() -> Iterator[None]:
+    """Buffers share no memory, as where gradients decide when windows are flushed."""
+    with mock.patch.object(planners, "_with_shared_buffers", lambda plans, options: plans):
+        yield
+
+
+def wild(options: dict[str, Any], entry: Any, seed: int, end: int) -> tuple[Wild, Wild]:
+    """Runs with buffers of their own, and with shared ones."""
+    runs = []
+    for sharing in (own_buffers(), nullcontext()):
+        with sharing:
+            runs.append(Wild(entry, {**options, "workers": 1}, torch.bfloat16, deep).run_wild(seed, 0, end))
+    return runs[0], runs[1]
 
 
 def test_fewer_bytes_and_the_same_bits() -> None:
-    own, shared = (wild(OPTIONS["windows"], None, 0, shared=shared).run_wild(0, 0, 12) for shared in (False, True))
+    own, shared = wild(OPTIONS["windows"], None, 0, 12)
     assert_same(shared.weights(), own.weights())
     plan = shared.optimizer.engine.plan
     deferred = sum(param.deferred_numel for param in plan.params if param.offloaded)
@@ -99,7 +115,8 @@ COMPILED = ("windows", "late")  # in every run; the others are compiled by the l
 )
 def test_any_training_has_the_same_bits(name: str, entry: Any) -> None:
     seed = sorted(OPTIONS).index(name)
-    own, shared = (wild(OPTIONS[name], entry, seed, shared=shared).run_wild(seed, 0, 24) for shared in (False, True))
+    own, shared = wild(OPTIONS[name], entry, seed, 24)
+    assert not pools_of(own.optimizer.engine.plan.params)
     assert len(pools_of(shared.optimizer.engine.plan.params)) == 1
     assert_same(shared.weights(), own.weights())
 
@@ -130,7 +147,7 @@ def branches(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize(
     "options",
-    [{"update_interval": 2}, {"update_interval": 2, "gradient_compression": "int8"}],
+    [{"update_interval": 2}, {"update_interval": 2, "gradient_transfer": "int8"}],
     ids=["in place", "int8"],
 )
 def test_update_of_an_unread_weight_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,13 +158,12 @@ def test_update_of_an_unread_weight_is_kept(options: dict[str, Any], monkeypatch
     monkeypatch.setattr(UploadScheduler, "_prefetch", lambda *_: None)
     monkeypatch.setattr(FlushedWindow, "leave_buffer", lambda window: moved.append(window) or leave(window))
     weights = []
-    for shared in (False, True):
-        training = Training(
-            EAGER_BACKEND, {**options, "topk_ratio": 0.0, "shared_buffers": shared}, torch.float32, branches
-        )
-        for step in range(16):
-            training.model.used = (0, 1) if step % 4 < 2 else (2, 3)
-            training.step(step)
+    for sharing in (own_buffers(), nullcontext()):
+        with sharing:
+            training = Training(EAGER_BACKEND, {**options, "topk_ratio": 0.0}, torch.float32, branches)
+            for step in range(16):
+                training.model.used = (0, 1) if step % 4 < 2 else (2, 3)
+                training.step(step)
         weights.append(training.weights())
-    assert bool(moved) == (options.get("gradient_compression") is None)
+    assert bool(moved) == (options.get("gradient_transfer") != "int8")
     assert_same(weights[1], weights[0])

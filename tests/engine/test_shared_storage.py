@@ -20,7 +20,7 @@ STALE: dict[str, Any] = {"update_interval": 1, "staleness": 1}
 POLICIES: dict[str, dict[str, Any]] = {
     "zenflow": {"policy": "zenflow", "update_interval": 1, "topk_ratio": 0.25},
     "zero_offload": {"policy": "zero_offload"},
-    "deep_optimizer_states": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1},
+    "deep_optimizer_states": {"policy": "deep_optimizer_states", "update_stride": 2},
     "twinflow": {"policy": "twinflow", "ratio": 0.5},
 }
 STEPS = 16

@@ -459,10 +459,10 @@ def test_memory_replaced_in_flight_is_readable(trained: Trained) -> None:
 POLICIES: dict[str, dict[str, Any]] = {
     "zenflow": {"update_interval": 1},
     "windows": {"update_interval": 4},
-    "auto": {"update_interval": "auto", "min_update_interval": 1},
+    "auto": {"update_interval": (1, 4)},
     "warm_up": {"update_interval": 4, "full_warm_up_rounds": 8},
-    "summed": {"update_interval": 4, "accumulate_on_device": True},
-    "streamed": {"update_interval": 1, "update_stride": 2, "sub_group_size": 512},
+    "summed": {"update_interval": 4, "gradient_transfer": "mean"},
+    "streamed": {"update_interval": 1, "update_stride": 2},
     "files": {"update_interval": 1, "offload_device": "nvme"},
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.7},

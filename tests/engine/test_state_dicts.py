@@ -33,21 +33,21 @@ from zenflow_compile.runtime.checkpoint.format import ADAMW, layout
 # A single process may save and load without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-INT8 = {"gradient_compression": "int8"}
+INT8 = {"gradient_transfer": "int8"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "resident": {"policy": "resident"},
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.6},
-    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1, "ratio": 0.8},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "ratio": 0.8},
     "zero_infinity": {"policy": "zero_infinity"},
     "each_step": {"update_interval": 1},
-    "windows": {"update_interval": 4, "select_strategy": "step", "select_interval": 4},
+    "windows": {"update_interval": 4, "select_interval": 4},
     "auto": {"update_interval": "auto", "auto_ratio": 0.6},
     "stale": {"update_interval": 1, "staleness": 1},
     "stale_windows": {"update_interval": 4, "staleness": 1},
     "int8": INT8,
-    "summed": {"accumulate_on_device": True},
-    "summed_auto": {"accumulate_on_device": True, "update_interval": "auto", "auto_ratio": 0.6},
+    "summed": {"gradient_transfer": "mean"},
+    "summed_auto": {"gradient_transfer": "mean", "update_interval": "auto", "auto_ratio": 0.6},
     "all_selected": {"topk_ratio": 1.0},
     "none_selected": {"topk_ratio": 0.0},
     "warm_up": {"full_warm_up_rounds": 5},
@@ -411,7 +411,7 @@ def test_state_may_be_replaced_by_an_equal_one() -> None:
         ({"update_interval": "auto"}, {}, "with update_interval='auto', this optimizer has update_interval=4"),
         ({}, {"topk_ratio": 0.3}, "k=.*, which are topk_ratio: pass the saved ones"),
         ({}, {"update_interval": 2}, "interval=4 .* optimizer 2.*, which are update_interval"),
-        ({}, INT8, "compressed=False .*, which are gradient_compression"),
+        ({}, INT8, "compressed=False .*, which are gradient_transfer"),
     ],
 )
 def test_other_options_are_named(saved: dict[str, Any], own: dict[str, Any], message: str) -> None:

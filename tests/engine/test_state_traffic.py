@@ -14,7 +14,7 @@ from examples.stdlib_text import Text, load_text, training_batch
 
 BOUND = 0.01  # model sizes per step, both directions
 WARM_UP, MEASURED_FROM, STEPS = 16, 32, 160
-CONTROL = {"select_strategy": "step", "select_interval": 16}
+CONTROL = {"select_interval": 16}
 
 
 @cache

@@ -81,7 +81,7 @@ def test_traffic_is_deferred_columns_only(entry: Any, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_summed_window_moves_once(entry: Any, dtype: torch.dtype, staleness: int) -> None:
-    counted = Counted({"accumulate_on_device": True, "staleness": staleness}, entry, dtype)
+    counted = Counted({"gradient_transfer": "mean", "staleness": staleness}, entry, dtype)
     assert 0.44 < counted.traffic <= 0.46
 
 
@@ -89,7 +89,7 @@ def test_summed_window_moves_once(entry: Any, dtype: torch.dtype, staleness: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_compressed_gradients_take_a_byte_each(entry: Any, dtype: torch.dtype) -> None:
     """A slice also needs four bytes for its scale, a visible share here: slices have 10, 16, 40 and 80 elements."""
-    counted = Counted({"gradient_compression": "int8"}, entry, dtype)
+    counted = Counted({"gradient_transfer": "int8"}, entry, dtype)
     elements = {16: 80, 80: 160, 160: 40, 40: 10}
     scales = sum(4 * max(pair) for pair in elements.items()) / sum(a * b for a, b in elements.items())
     down = (1 + scales) / dtype.itemsize
@@ -97,12 +97,12 @@ def test_compressed_gradients_take_a_byte_each(entry: Any, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}, {"policy": "zero_offload"}]
+    "options", [{}, {"gradient_transfer": "mean"}, {"gradient_transfer": "int8"}, {"policy": "zero_offload"}]
 )
 @mock.patch.object(summary, "_WARM_UP_FACTOR", math.inf)  # every step counts, however slow the first one was
 def test_profiler_counts_moved_bytes(options: dict[str, Any]) -> None:
     """Gradients and uploads are one number, the state that re-selections move is another."""
-    often = {"select_strategy": "step", "select_interval": INTERVAL, **options}
+    often = {"select_interval": INTERVAL, **options}
     counted = Counted(often)
     assert (counted.state > 0) == ("policy" not in options)
     assert counted.summary["traffic_model_sizes_per_step"] == pytest.approx(counted.traffic)
@@ -110,7 +110,7 @@ def test_profiler_counts_moved_bytes(options: dict[str, Any]) -> None:
 
 
 PENDING = pytest.mark.parametrize(
-    "pending", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}], ids=["summed", "int8"]
+    "pending", [{"gradient_transfer": "mean"}, {"gradient_transfer": "int8"}], ids=["summed", "int8"]
 )
 
 
@@ -148,8 +148,8 @@ def test_split_backwards_sum_bitwise(
 
 def test_residuals_follow_their_slices() -> None:
     """A slice that moves to the device drops its residual, and so does the place of one that moves to the host."""
-    options = {"gradient_compression": "int8", "update_interval": 2, "topk_ratio": 0.3}
-    settings = {**options, "select_strategy": "step", "select_interval": 2}
+    options = {"gradient_transfer": "int8", "update_interval": 2, "topk_ratio": 0.3}
+    settings = {**options, "select_interval": 2}
     training = Training(EAGER_BACKEND, settings, build=matrices)  # flushed updates are applied after step()
     changed = 0
     engine = training.optimizer.engine
@@ -198,9 +198,9 @@ def test_compressed_training_stays_close(seed: int) -> None:
         for param in teacher.parameters():
             param.mul_(3.0)  # as the students begin, but saturated
     losses = {}
-    for compression in (None, "int8"):
-        training = Training(None, {"gradient_compression": compression, "update_interval": 2}, build=matrices)
+    for transfer in ("each", "int8"):
+        training = Training(None, {"gradient_transfer": transfer, "update_interval": 2}, build=matrices)
         start = learn(training, teacher, 0, seed)
-        losses[compression] = learn(training, teacher, 150, seed)
-        assert losses[compression] < 0.7 * start
-    assert losses["int8"] == pytest.approx(losses[None], rel=0.01)
+        losses[transfer] = learn(training, teacher, 150, seed)
+        assert losses[transfer] < 0.7 * start
+    assert losses["int8"] == pytest.approx(losses["each"], rel=0.01)

@@ -36,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "staleness": {"update_interval": 1, "staleness": 1},
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.5},
-    "streamed": {"policy": "deep_optimizer_states", "ratio": 1.0, "update_stride": 2, "sub_group_size": 1},
+    "streamed": {"policy": "deep_optimizer_states", "ratio": 1.0, "update_stride": 2},
     "files": {"policy": "zero_infinity"},
 }
 

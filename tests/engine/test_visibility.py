@@ -99,7 +99,7 @@ def test_two_forwards_without_an_update_are_fine(entry: dict[str, Any] | None) -
 
 def test_eager_training_between_compiled_steps() -> None:
     """An eager forward fetches nothing while a re-selection is not applied: no slice changes sides under a gradient."""
-    options = {"update_interval": 1, "select_strategy": "step", "select_interval": 1, "topk_ratio": 0.3}
+    options = {"update_interval": 1, "select_interval": 1, "topk_ratio": 0.3}
     training = Training(EAGER_BACKEND, options)
     reference = mlp()
     reference_optimizer = torch.optim.AdamW(reference.parameters(), **ADAM)

@@ -401,7 +401,7 @@ def test_saved_tensors_hooks_are_refused() -> None:
 
 
 def test_state_of_the_optimizer_resumes_bitwise(tmp_path: Path) -> None:
-    options = {"update_interval": 4, "select_strategy": "step", "select_interval": 4}
+    options = {"update_interval": 4, "select_interval": 4}
     pair = Pair(**options)
     pair.train(6)
     torch.save({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()}, tmp_path / "saved.pt")

@@ -70,8 +70,7 @@ def make(tmp_path: Path, small_weights: None) -> Iterator[Make]:
         path = tmp_path / str(next(numbers))
         path.mkdir()
         files = {
-            "offload_device": "nvme", "nvme_path": path, "host_window_bytes": window,
-            "offload_weights": 1.0, "offload_weights_device": "nvme",
+            "offload_device": "nvme_all", "nvme_path": path, "host_window_bytes": window, "offload_weights": 1.0,
         }  # fmt: skip
         made.append(Training(EAGER_BACKEND, {**SETTINGS[name], **files, **options}, build=build))
         return made[-1]

@@ -16,7 +16,7 @@ from zenflow_compile.runtime.parameters.device_state import exchange_rows
 from zenflow_compile.runtime.state_forms import StateRows
 
 # The shortest windows, and a re-selection at every second step.
-RESELECTING = {"update_interval": 1, "select_strategy": "step", "select_interval": 2}
+RESELECTING = {"update_interval": 1, "select_interval": 2}
 
 STATE_BYTES = 12  # of an element: fp32 master and moments
 
@@ -115,10 +115,9 @@ def test_selecting_everything_is_adamw_at_any_interval(member: Member, inner: st
 
 
 @each_member(["mlp", "gpt"])
-@pytest.mark.parametrize("accumulate_on_device", [False, True])
-def test_synchronous_start_is_adamw(member: Member, accumulate_on_device: bool) -> None:
-    options = {"update_interval": 4, "accumulate_on_device": accumulate_on_device}
-    run = train(member, "eager", 20, full_warm_up_rounds=20, **options)
+@pytest.mark.parametrize("transfer", ["each", "mean"])
+def test_synchronous_start_is_adamw(member: Member, transfer: str) -> None:
+    run = train(member, "eager", 20, full_warm_up_rounds=20, update_interval=4, gradient_transfer=transfer)
     check_in_graph(run)
     assert run.windows_flushed == 20 * len(run.offloaded)
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance

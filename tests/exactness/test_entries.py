@@ -34,9 +34,9 @@ def test_all_entries_give_the_same_trajectory(member: Member) -> None:
     "options",
     [
         {"staleness": 1},
-        {"update_interval": "auto", "min_update_interval": 1},
+        {"update_interval": (1, 4)},
         {"full_warm_up_rounds": 6},
-        {"accumulate_on_device": True},
+        {"gradient_transfer": "mean"},
     ],
 )
 def test_entries_agree_with_any_schedule(member: Member, options: dict[str, object]) -> None:

@@ -18,16 +18,16 @@ from zenflow_compile.optimizer import ZenFlowAdamW
 STEPS = 40
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 EXACT: dict[str, dict[str, Any]] = {
-    "windows_of_one": {"update_interval": 1, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 2},
-    "summed_windows_of_one": {"accumulate_on_device": True, "full_warm_up_rounds": STEPS},
+    "windows_of_one": {"update_interval": 1, "topk_ratio": 0.2, "select_interval": 2},
+    "summed_windows_of_one": {"gradient_transfer": "mean", "full_warm_up_rounds": STEPS},
     "zero_offload": {"policy": "zero_offload"},
     "zero_infinity": {"policy": "zero_infinity", "host_window_bytes": 12 * 24 * 40},
     "files": {"offload_device": "nvme", "update_interval": 1, "topk_ratio": 0.2},
     "resident": {"policy": "resident"},
     "twinflow": {"policy": "twinflow", "ratio": 0.6},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 1},
-    "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1},
-    "windows_of_one_and_streamed": {"update_interval": 1, "update_stride": 2, "sub_group_size": 1},
+    "every_second_streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
+    "windows_of_one_and_streamed": {"update_interval": 1, "update_stride": 2},
 }
 WITHOUT_HOST_UPDATES = ("resident", "streamed")
 

@@ -15,27 +15,24 @@ from tests.support.zoo import BY_NAME, Member, generator
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime.device import thread_lane
 
-STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states", "sub_group_size": 1}
+STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states"}
 TWINFLOW: dict[str, dict[str, Any]] = {
     f"twinflow_{ratio}": {"policy": "twinflow", "ratio": ratio} for ratio in (0.2, 0.5, 0.9)
 }
 STRIDES: dict[str, dict[str, Any]] = {
     "all": {**STREAMED, "update_stride": 1},
-    "all_at_once": {**STREAMED, "update_stride": 1, "sub_group_size": 10**8},
     "every_second": {**STREAMED, "update_stride": 2},
     "every_third": {**STREAMED, "update_stride": 3},
-    "every_second_of_larger_ones": {**STREAMED, "update_stride": 2, "sub_group_size": 2500},
     "with_residents": {**STREAMED, "update_stride": 2, "ratio": 0.9},
 }
-ONE_STEP: dict[str, Any] = {"update_interval": 1, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 2}
+ONE_STEP: dict[str, Any] = {"update_interval": 1, "topk_ratio": 0.2, "select_interval": 2}
 MIXTURES: dict[str, dict[str, Any]] = {
-    "windows_and_streamed": {**ONE_STEP, "update_stride": 2, "sub_group_size": 1},
-    "windows_streamed_and_a_share": {**ONE_STEP, "update_stride": 2, "sub_group_size": 1, "device_share": 0.6},
+    "windows_and_streamed": {**ONE_STEP, "update_stride": 2},
+    "windows_streamed_and_a_share": {**ONE_STEP, "update_stride": 2, "device_share": 0.6},
     "windows_streamed_and_spare_memory": {
         **ONE_STEP,
         "update_stride": 2,
-        "sub_group_size": 1,
-        "spare_device_bytes": 20_000,
+        "device_share": 20_000,
     },
 }
 SOME = ["mlp", "gpt_tied", "unused_parameters", "experts_without_tokens"]
@@ -113,7 +110,7 @@ def several(step: int) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_streamed_state_is_adamw_next_to_windows(inner: str | None) -> None:
-    options = {"update_interval": 4, "update_stride": 2, "sub_group_size": 1, "topk_ratio": 0.2}
+    options = {"update_interval": 4, "update_stride": 2, "topk_ratio": 0.2}
     weights, _, optimizer = trained(Several, several, torch.float32, zenflow_adamw(options), inner)
     expected, _, _ = trained(
         Several, several, torch.float32, lambda model: MasterAdamW(list(model.parameters())), inner

@@ -22,21 +22,20 @@ CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "staleness": {"staleness": 1},
     "synchronous_start": {"full_warm_up_rounds": 7},
-    "reselecting": {"select_strategy": "step", "select_interval": 4, "topk_ratio": 0.3},
-    "stale_and_reselecting": {"select_strategy": "step", "select_interval": 6, "staleness": 1},
+    "reselecting": {"select_interval": 4, "topk_ratio": 0.3},
+    "stale_and_reselecting": {"select_interval": 6, "staleness": 1},
     "stale_after_a_synchronous_start": {"staleness": 1, "full_warm_up_rounds": 6, "update_interval": 2},
     "windows_of_three": {"update_interval": 3, "topk_ratio": 0.5},
     "nothing_selected": {"topk_ratio": 0.0},
     "blocking": {"overlap_step": False},
-    "summed": {"accumulate_on_device": True},
+    "summed": {"gradient_transfer": "mean"},
     "summed_stale_and_reselecting": {
-        "accumulate_on_device": True,
-        "select_strategy": "step",
+        "gradient_transfer": "mean",
         "select_interval": 6,
         "staleness": 1,
     },
-    "summed_after_a_synchronous_start": {"accumulate_on_device": True, "full_warm_up_rounds": 7},
-    "summed_in_windows_of_three": {"accumulate_on_device": True, "update_interval": 3, "topk_ratio": 0.0},
+    "summed_after_a_synchronous_start": {"gradient_transfer": "mean", "full_warm_up_rounds": 7},
+    "summed_in_windows_of_three": {"gradient_transfer": "mean", "update_interval": 3, "topk_ratio": 0.0},
 }
 
 

@@ -25,20 +25,19 @@ POLICIES: dict[str, dict[str, Any]] = {
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.6},
     "zero_infinity": {"policy": "zero_infinity", "host_window_bytes": 12 * 320 * 256},
-    "every step": {"update_interval": 1, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 1},
-    "windows": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
+    "every step": {"update_interval": 1, "topk_ratio": 0.25, "select_interval": 1},
+    "windows": {"topk_ratio": 0.25, "select_interval": 4},
     "a step late": {
-        "update_interval": 2, "staleness": 1, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 2,
+        "update_interval": 2, "staleness": 1, "topk_ratio": 0.25, "select_interval": 2,
     },
-    "summed": {"accumulate_on_device": True},
-    "int8 gradients": {"gradient_compression": "int8", "update_interval": 2},
-    "files": {"offload_device": "nvme", "update_interval": 2, "select_strategy": "step", "select_interval": 2},
-    "shared": {"shared_buffers": True, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
+    "summed": {"gradient_transfer": "mean"},
+    "int8 gradients": {"gradient_transfer": "int8", "update_interval": 2},
+    "files": {"offload_device": "nvme", "update_interval": 2, "select_interval": 2},
 }  # fmt: skip
 ON_DEVICE: dict[str, dict[str, Any]] = {
     "resident": {"policy": "resident"},
-    "residents": {"device_share": 0.6, "topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
-    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "ratio": 0.8, "sub_group_size": 1},
+    "residents": {"device_share": 0.6, "topk_ratio": 0.25, "select_interval": 4},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "ratio": 0.8},
 }
 FORMS: dict[str, dict[str, Any]] = {
     "split": {"split_master": True},
@@ -233,9 +232,9 @@ def test_split_masters_need_weights_in_memory(tmp_path: Path) -> None:
         "policy": "zero_infinity",
         "nvme_path": tmp_path,
         "offload_weights": 1.0,
-        "offload_weights_device": "nvme",
+        "offload_device": "nvme_all",
     }
-    with pytest.raises(ValueError, match=r'split_master=True with offload_weights_device="nvme" is not supported'):
+    with pytest.raises(ValueError, match=r'split_master=True with offload_device="nvme_all" is not supported'):
         ZenFlowAdamW([nn.Parameter(torch.zeros(512, 64).bfloat16())], **files, split_master=True)
 
 

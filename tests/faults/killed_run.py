@@ -22,7 +22,7 @@ def main(folder: Path, policy: str, steps: int) -> None:
     options = {"policy": policy, "workers": 1}
     if weights_in_files := policy == "weights in files":
         host_weights.SMALLEST_WEIGHT_BYTES = 1
-        options.update(policy="zero_infinity", offload_weights=1.0, offload_weights_device="nvme")
+        options.update(policy="zero_infinity", offload_weights=1.0, offload_device="nvme_all")
     if policy == "zero_infinity" or weights_in_files:
         options.update(nvme_path=str(folder), host_window_bytes=LARGEST_STATE + weights_in_files * LARGEST_WEIGHT)
     training, checkpoint, begin = Training(EAGER_BACKEND, options), folder / "checkpoint", 0

@@ -20,11 +20,11 @@ from tests.support.training import ADAM, EAGER_BACKEND, LARGEST_STATE, OFFLOAD_A
 
 BEGIN, END = 4, 9  # the steps in which calls fail; those before warm up
 
-WINDOWS = {"update_interval": 2, "full_warm_up_rounds": 1, "select_strategy": "step", "select_interval": 2}
+WINDOWS = {"update_interval": 2, "full_warm_up_rounds": 1, "select_interval": 2}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "windows": WINDOWS,
-    "int8": {**WINDOWS, "gradient_compression": "int8"},
-    "summed": {**WINDOWS, "accumulate_on_device": True},
+    "int8": {**WINDOWS, "gradient_transfer": "int8"},
+    "summed": {**WINDOWS, "gradient_transfer": "mean"},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
     "files": {**WINDOWS, "policy": "zero_infinity", "host_window_bytes": LARGEST_STATE},
 }

@@ -63,9 +63,7 @@ def test_merged_gradients_are_explained(recording: Callable[..., RecordingEngine
 
 def test_adaptive_windows_have_no_fixed_length() -> None:
     model = nn.Linear(16, 16)
-    with ZenFlowAdamW(
-        model.parameters(), update_interval="auto", max_update_interval=9, min_offload_size=0, device_share=0.0
-    ):
+    with ZenFlowAdamW(model.parameters(), update_interval=(None, 9), min_offload_size=0, device_share=0.0):
         printed = " ".join(str(explain(model, console=Console(file=io.StringIO()))).split())
     assert "2/16 columns, within 9" in printed or "2/16 rows, within 9" in printed
     assert "the host updates when gradients ask for it, after at most 9 steps" in printed.replace("# ", "")
@@ -97,7 +95,7 @@ def test_weights_in_host_memory_are_explained(monkeypatch: pytest.MonkeyPatch) -
 
 def test_shared_gradient_buffers_have_a_row() -> None:
     specs = [ParamSpec(f"w{number}", (64, 96), torch.bfloat16) for number in range(4)]
-    plan = make_plan(specs, Options(device_share=0.0, shared_buffers=True))
+    plan = make_plan(specs, Options(device_share=0.0))
     out = Console(file=io.StringIO(), width=80, record=True)
     out.print(plan_table(plan))
     rows = {line.split()[0]: line.split() for line in out.export_text().splitlines() if line.strip()}

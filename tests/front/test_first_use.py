@@ -153,7 +153,7 @@ def test_model_changed_later_is_refused(change: str, inner: str | None) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": 4, "accumulate_on_device": True}])
+@pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": 4, "gradient_transfer": "mean"}])
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_close_after_a_change_names_the_loss(options: dict[str, Any], synchronized: bool) -> None:
     """The weights that ``model.to()`` copies have updates in flight, and lack gradients in update windows."""

@@ -14,7 +14,7 @@ from tests.support.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Traini
 from zenflow_compile import ZenFlowAdamW
 
 EXACT = {**OFFLOAD_ALL, "update_interval": 1}
-SUMMED = {**OFFLOAD_ALL, "accumulate_on_device": True, "full_warm_up_rounds": 100}
+SUMMED = {**OFFLOAD_ALL, "gradient_transfer": "mean", "full_warm_up_rounds": 100}
 
 
 def scaled_run(
@@ -89,7 +89,7 @@ def state_of(optimizer: ZenFlowAdamW) -> list[Tensor]:
 @pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=["inf", "nan"])
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_on_device": True}, {"gradient_compression": "int8"}], ids=["plain", "summed", "int8"]
+    "options", [{}, {"gradient_transfer": "mean"}, {"gradient_transfer": "int8"}], ids=["plain", "summed", "int8"]
 )
 def test_skipped_step_changes_nothing(
     entry: dict[str, Any] | None, value: float, interval: int, options: dict[str, Any]
@@ -129,8 +129,9 @@ def test_window_flushes_without_missing_gradients(staleness: int, summed: bool) 
     """A window with one gradient and one missing gradient flushes as a window of one. All flush at the end."""
 
     def run(steps: int) -> list[Tensor]:
-        options = {"update_interval": 4, "topk_ratio": 0.0, "staleness": staleness, "full_warm_up_rounds": 1}
-        options["accumulate_on_device"] = summed
+        options: dict[str, Any] = {"update_interval": 4, "topk_ratio": 0.0, "staleness": staleness}
+        options["full_warm_up_rounds"] = 1
+        options["gradient_transfer"] = "mean" if summed else "each"
         training = Training(None, options)
         for step in range(steps):
             training.backward(step)

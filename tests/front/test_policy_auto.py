@@ -15,8 +15,8 @@ from torch import nn
 from tests.support.machines import SLOW_HOST, scenario
 from tests.support.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW, lazy_engine
+from zenflow_compile.backend import split_backend_options
 from zenflow_compile.compiler.ownership import optimizer_of
-from zenflow_compile.options.backend_options import split_backend_options
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import shape_of
@@ -73,7 +73,7 @@ def test_auto_trains_as_the_chosen_policy_by_name(
     chosen = training.optimizer.options
     assert chosen.policy not in ("resident", "auto")
     assert training.optimizer.engine.offloaded or training.optimizer.engine.registry.streamed.params
-    by_name = {name: getattr(chosen, name) for name in ("policy", "ratio", "update_stride", "spare_device_bytes")}
+    by_name = {name: getattr(chosen, name) for name in ("policy", "ratio", "update_stride", "device_share")}
     expected = Training(entry, {"update_interval": 1, **by_name}).run(0, 4).weights()
     assert_same(training.run(0, 4).weights(), expected)
     training.optimizer.close()
@@ -130,7 +130,7 @@ def test_state_of_another_choice_is_refused(measured: list[Hardware], tight: Har
     options = saving.optimizer.options
     saved = saving.saved()
     values = chosen(saving.optimizer.state_dict()["state"][0]["chosen"])
-    for name in ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device"):
+    for name in ("policy", "ratio", "update_stride", "device_share", "offload_device"):
         assert values[name] == getattr(options, name)
     expected = saving.run(3, 5).weights()
     measured[0] = SLOW_HOST  # another machine, or a less busy day
@@ -240,5 +240,7 @@ def test_bad_input(make: Callable[..., Any]) -> None:
                 make(policy=policy, tokens_per_step=value)
     with pytest.raises(ValueError, match=r'offload_device="nvme" under policy=\'auto\''):
         make(**AUTO, offload_device="nvme", nvme_path="scratch")
-    with pytest.raises(ValueError, match="select_interval=8 has no unit"):  # zenflow may be chosen
-        make(**AUTO, select_interval=8)
+    with pytest.raises(
+        ValueError, match="select_interval=2 must be at least update_interval=4"
+    ):  # zenflow may be chosen
+        make(**AUTO | {"update_interval": 4}, select_interval=2)

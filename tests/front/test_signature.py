@@ -149,9 +149,9 @@ def negated(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
 RULES: dict[str, dict[str, Any]] = {
     "exact": EXACT,
     "windowed": WINDOWED,
-    "adaptive": {**PLACEMENT, "update_interval": "auto", "min_update_interval": 2},
-    "summed": {**WINDOWED, "accumulate_on_device": True},
-    "int8": {**WINDOWED, "gradient_compression": "int8"},
+    "adaptive": {**PLACEMENT, "update_interval": (2, 4)},
+    "summed": {**WINDOWED, "gradient_transfer": "mean"},
+    "int8": {**WINDOWED, "gradient_transfer": "int8"},
     "zero_offload": ZERO_OFFLOAD,
     "streamed": {**ZERO_OFFLOAD, "policy": "deep_optimizer_states", "update_stride": 2},
     "resident": {"policy": "resident"},
@@ -223,7 +223,7 @@ def test_summed_window_of_fp16_keeps_small_gradients() -> None:
     weights = []
     for sign in (1.0, -1.0):
         param = nn.Parameter(torch.ones(16, 16, dtype=torch.float16))
-        options = {**WINDOWED, "accumulate_on_device": True, "topk_ratio": 0.0}
+        options = {**WINDOWED, "gradient_transfer": "mean", "topk_ratio": 0.0}
         optimizer = ZenFlowAdamW([param], lr=1e-2, eps=1e-12, **options, maximize=sign < 0)
         for _ in range(8):
             (sign * 2.0**16 * 1e-9 * param.float().square().sum()).backward()
@@ -404,15 +404,6 @@ def test_options_serve_parameters_without_an_owner() -> None:
 
 
 # Memory and threads
-
-
-@pytest.mark.parametrize("staging_bytes", [2**30, 10**15, 2**63 - 1])
-def test_staging_has_no_more_buffers_than_uploads(staging_bytes: int) -> None:
-    with ZenFlowAdamW(mlp().parameters(), **OFFLOAD_ALL, staleness=1, staging_bytes=staging_bytes) as optimizer:
-        ring = optimizer.engine.registry.transport.up_ring
-        assert ring.free == sum(param.uploads for param in optimizer.engine.plan.params if param.offloaded) == 6
-    with Training(options={"staging_bytes": staging_bytes}).optimizer as bounded:
-        assert bounded.engine.registry.transport.up_ring.free == 3
 
 
 def no_thread(thread: threading.Thread) -> None:

@@ -17,7 +17,7 @@ from zenflow_compile.prediction.forecast import resolve_stride
 from zenflow_compile.runtime.checkpoint.format import chosen
 from zenflow_compile.runtime.parameters.capacity import specs_of
 
-STATES = {"policy": "deep_optimizer_states", "sub_group_size": 1}
+STATES = {"policy": "deep_optimizer_states"}
 MEASURED: list[dict[str, Any]] = [STATES, {**STATES, "update_stride": "auto"}, {"update_stride": "auto"}]
 # Deep Optimizer States, section 5.1: 2, 35 and 3 billion parameters a second; of three cores one works.
 V100 = machine(device_bandwidth=28 * 35e9, link_to_host=12e9, link_to_device=12e9, adam_per_core=2e9)

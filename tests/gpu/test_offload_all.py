@@ -19,9 +19,9 @@ POLICIES: list[dict[str, object]] = [
     {"policy": "resident"},
     {"policy": "zero_offload"},
     {"policy": "deep_optimizer_states", "update_stride": 2},
-    {"update_interval": 1, "select_strategy": "step", "select_interval": 2},
-    {"update_interval": 4, "accumulate_on_device": True},
-    {"update_interval": 4, "gradient_compression": "int8"},
+    {"update_interval": 1, "select_interval": 2},
+    {"update_interval": 4, "gradient_transfer": "mean"},
+    {"update_interval": 4, "gradient_transfer": "int8"},
     {"update_interval": 2, "staleness": 1},
 ]
 _WORKSPACE_BYTES = 64 << 20  # of cuBLAS, which PyTorch allocates with the first product and keeps

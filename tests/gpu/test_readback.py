@@ -62,7 +62,7 @@ def test_adaptive_windows_and_drift_are_reproducible(monkeypatch: pytest.MonkeyP
             if delayed:
                 patch.setattr(Readback, "start", late)
             model = make_model()
-            with offloading(model, update_interval="auto", min_update_interval=1) as optimizer:
+            with offloading(model, update_interval=(1, 4)) as optimizer:
                 found.append(train(model, optimizer, compiled=False))
                 assert optimizer.engine.windows_flushed > 0
     assert_same(found[0], found[1])

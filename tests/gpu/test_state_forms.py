@@ -12,7 +12,7 @@ from tests.gpu.training import make_model, offloading, train
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 POLICIES: dict[str, dict[str, Any]] = {
     "zero_offload": {"policy": "zero_offload"},
-    "re-selecting": {"topk_ratio": 0.25, "select_strategy": "step", "select_interval": 4},
+    "re-selecting": {"topk_ratio": 0.25, "select_interval": 4},
     "a step late": {"update_interval": 2, "staleness": 1},
 }
 ON_DEVICE: dict[str, dict[str, Any]] = {

@@ -41,10 +41,10 @@ entries = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "comp
     [
         {"policy": "resident"},
         {"policy": "zero_offload"},
-        {"update_interval": 1, "select_strategy": "step", "select_interval": 2},
+        {"update_interval": 1, "select_interval": 2},
         {"topk_ratio": 1.0},
         {"full_warm_up_rounds": STEPS},
-        {"accumulate_on_device": True, "full_warm_up_rounds": STEPS},
+        {"gradient_transfer": "mean", "full_warm_up_rounds": STEPS},
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
@@ -69,8 +69,8 @@ def test_exact_options_reproduce_adamw(options: dict[str, object], compiled: boo
     [
         {},
         {"staleness": 1},
-        {"accumulate_on_device": True},
-        {"gradient_compression": "int8"},
+        {"gradient_transfer": "mean"},
+        {"gradient_transfer": "int8"},
         {"policy": "twinflow", "ratio": 0.5},
         {"policy": "deep_optimizer_states", "update_stride": 2},
     ],
@@ -97,7 +97,7 @@ def test_entries_and_overlap_agree(dtype: torch.dtype) -> None:
     assert_equal_but_for_rounding(found[0], found[2], dtype)
 
 
-@pytest.mark.parametrize("pending", [{"accumulate_on_device": True}, {"gradient_compression": "int8"}])
+@pytest.mark.parametrize("pending", [{"gradient_transfer": "mean"}, {"gradient_transfer": "int8"}])
 @dtypes
 def test_pending_gradients_and_overlap_agree(pending: dict[str, object], dtype: torch.dtype) -> None:
     found = []
@@ -164,7 +164,7 @@ def test_steady_step_does_not_synchronize(compiled: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    with offloading(model, select_strategy="step", select_interval=1000) as optimizer:
+    with offloading(model, select_interval=1000) as optimizer:
         run = compiled_by(optimizer, model) if compiled else model
         for _ in range(8):  # selects one time, in the first update windows
             step()

@@ -18,7 +18,7 @@ pytestmark = [
 POLICIES: list[dict[str, object]] = [
     {"policy": "resident"},
     {"policy": "zero_offload"},
-    {"update_interval": 1, "select_strategy": "step", "select_interval": 2},
+    {"update_interval": 1, "select_interval": 2},
     {"update_interval": 4},
     {"staleness": 1},
 ]

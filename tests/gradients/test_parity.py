@@ -331,14 +331,14 @@ def prefetched(loss: Callable[[Call, int], Tensor], ahead: bool = True) -> Loop:
 def test_forward_before_step_equals_adamw(
     entry: dict[str, Any] | None, interval: int, build: Callable[[], nn.Module], loss: Callable[[Call, int], Tensor]
 ) -> None:
-    options = {**EXACT, "select_strategy": "step", "select_interval": interval}
+    options = {**EXACT, "select_interval": interval}
     compare(prefetched(loss), entry, options, build, effect=prefetched(loss, ahead=False))
 
 
 @pytest.mark.parametrize(("build", "loss"), [(factors, factors_loss), (linear, linear_loss)], ids=["factors", "linear"])
 def test_forward_before_step_with_windows(build: Callable[[], nn.Module], loss: Callable[[Call, int], Tensor]) -> None:
     """At S = 2, overlap and entry do not change numbers."""
-    options = {**WINDOWED, "update_interval": 2, "select_strategy": "step", "select_interval": 2}
+    options = {**WINDOWED, "update_interval": 2, "select_interval": 2}
     runs = [
         train(run_of(prefetched(loss), build), {**options, "overlap_step": overlap}, entry)
         for overlap in (False, True)

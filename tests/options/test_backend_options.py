@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zenflow_compile.options.backend_options import BackendOptions, split_backend_options
+from zenflow_compile.backend import BackendOptions, split_backend_options
 from zenflow_compile.options.options import ADAM_KEYWORDS
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from zenflow_compile.options.backend_options import split_backend_options
-from zenflow_compile.options.deepspeed import ZENFLOW_OPTIONS, read_deepspeed_config
-from zenflow_compile.options.options import OPTION_NAMES, Options
+from zenflow_compile.backend import split_backend_options
+from zenflow_compile.options.deepspeed import read_deepspeed_config
+from zenflow_compile.options.options import Options
 
 # What DeepSpeed's ZenFlow tutorial recommends.
 TUTORIAL: dict[str, dict[str, Any]] = {
@@ -45,7 +45,9 @@ def read_quietly(config: Any) -> dict[str, Any]:
 def test_tutorial_carries_over() -> None:
     with pytest.warns(UserWarning, match=r"ignored.*: zero_optimization\.stage$"):
         keywords = read_deepspeed_config(TUTORIAL)
-    assert keywords == {"policy": "zenflow", **TUTORIAL["zero_optimization"]["zenflow"]}
+    zenflow = {**TUTORIAL["zero_optimization"]["zenflow"]}
+    del zenflow["select_strategy"]
+    assert keywords == {"policy": "zenflow", **zenflow}
     options = Options.from_keywords(**keywords)
     assert options.topk_ratio == 0.05
     assert options.resolved_select_interval() == 16
@@ -117,8 +119,6 @@ def test_policy_follows_the_offload_blocks(zero: dict[str, Any], policy: str) ->
             {"offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"}, "zenflow": {"topk_ratio": 0.05}},
             {"policy": "zenflow", "offload_device": "nvme", "nvme_path": "/scratch", "topk_ratio": 0.05},
         ),
-        ({"sub_group_size": 1e9}, {"policy": "resident", "sub_group_size": 1_000_000_000}),
-        ({"sub_group_size": 5, "zenflow": {}}, {"policy": "zenflow", "sub_group_size": 5}),
         ({"sub_group_size": "auto"}, {"policy": "resident"}),
     ],
 )
@@ -127,7 +127,6 @@ def test_place_of_state_carries_over(zero: dict[str, Any], keywords: dict[str, A
     assert found == keywords
     options = Options.from_keywords(**found)
     assert {name: getattr(options, name) for name in keywords} == keywords
-    assert type(options.sub_group_size) is (int if "sub_group_size" in keywords else type(None))
 
 
 @pytest.mark.parametrize(
@@ -151,8 +150,6 @@ def test_unused_device_settings_are_listed(zero: dict[str, Any], ignored: str) -
         ({"offload_optimizer": {"device": "cpu", "ratio": "half"}}, "ratio='half' must be"),
         ({"offload_optimizer": {"device": "nvme"}}, "nvme_path=None must be a directory"),
         ({"offload_optimizer": {"device": "nvme"}, "zenflow": {}}, "nvme_path=None must be a directory"),
-        ({"sub_group_size": 0.5}, r"sub_group_size=0\.5 must be"),
-        ({"sub_group_size": 0}, "sub_group_size=0 must be"),
     ],
 )
 def test_out_of_range_value_is_named_at_use(zero: dict[str, Any], message: str) -> None:
@@ -190,7 +187,7 @@ def test_auto_of_the_optimizer_needs_a_value(name: str) -> None:
     [
         ("none", {}),
         ("cpu", {"offload_weights": 1.0}),
-        ("nvme", {"offload_weights": 1.0, "offload_weights_device": "nvme"}),
+        ("nvme", {"offload_weights": 1.0, "offload_device": "nvme_all"}),
     ],
 )
 def test_offload_param_is_read(device: str, found: dict[str, Any], tmp_path: Path) -> None:
@@ -198,7 +195,7 @@ def test_offload_param_is_read(device: str, found: dict[str, Any], tmp_path: Pat
     zero = {"offload_optimizer": path, "offload_param": {**path, "device": device, "pin_memory": True}}
     keywords = read_quietly({"zero_optimization": zero})
     assert keywords == {"policy": "zero_infinity", "nvme_path": str(tmp_path), **found}
-    assert Options.from_keywords(**keywords).offload_weights_device == found.get("offload_weights_device", "cpu")
+    assert Options.from_keywords(**keywords).weights_in_files == (device == "nvme")
 
 
 def test_offload_param_needs_the_same_directory() -> None:
@@ -229,6 +226,7 @@ def read_quietly_with(config: Any, **keywords: Any) -> dict[str, Any]:
         ({"fp16": {"enabled": True}}, r"fp16 is not read: .*torch\.amp\.GradScaler"),
         ({"bf16": {"enabled": True}}, r"bf16 is not read: .*torch\.bfloat16"),
         ({"gradient_clipping": "auto"}, r"gradients are not clipped unless max_grad_norm is passed"),
+        ({"zero_optimization": {"sub_group_size": 1e9}}, r"sub_group_size is not read: update_stride decides"),
     ],
 )
 def test_ignored_sections_have_sentences(config: dict[str, Any], sentence: str) -> None:
@@ -253,11 +251,41 @@ def test_missing_weight_decay_is_zero() -> None:
     assert "weight_decay" not in read_quietly({})
 
 
-def test_ranges_are_checked_at_use() -> None:
-    keywords = read_quietly({"zero_optimization": {"zenflow": {"select_strategy": "epoch", "select_interval": 1}}})
-    with pytest.raises(ValueError, match="steps_per_epoch"):
-        Options.from_keywords(**keywords)
-    assert Options.from_keywords(**keywords, steps_per_epoch=50).resolved_select_interval() == 50
+@pytest.mark.parametrize(
+    ("zenflow", "found"),
+    [
+        ({"select_strategy": "step", "select_interval": 8}, {"select_interval": 8}),
+        ({"select_strategy": "epoch", "select_interval": 2, "steps_per_epoch": 50}, {"select_interval": 100}),
+        ({"select_strategy": "auto", "steps_per_epoch": 50}, {}),
+        ({"offload": False, "pt_reserved_cores_perc": 0.25}, {"workers": 0.75}),
+        ({"pt_reserved_cores_perc": "auto", "steps_per_epoch": "auto"}, {}),
+    ],
+)
+def test_names_of_deepspeed_alone_are_translated(zenflow: dict[str, Any], found: dict[str, Any]) -> None:
+    keywords = read_quietly({"zero_optimization": {"zenflow": zenflow}})
+    assert keywords == {"policy": "zenflow", **found}
+    Options.from_keywords(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("zenflow", "message"),
+    [
+        ({"select_interval": 8}, 'select_interval=8 in .* has no unit under select_strategy="auto"; write "step"'),
+        ({"select_strategy": "step"}, 'select_interval="auto" in .*"step" must be an integer'),
+        ({"select_strategy": "epoch"}, 'select_interval="auto" in .*"epoch" must be an integer'),
+        ({"select_strategy": "epoch", "select_interval": 1}, r"steps_per_epoch is missing.*1 \* len\(loader\)"),
+        ({"select_strategy": "epoch", "select_interval": 0, "steps_per_epoch": 4}, "select_interval=0 must be"),
+        ({"select_strategy": "steps"}, "select_strategy='steps' is not one of .*\"step\""),
+        ({"offload": True}, "offload=True in .* is not supported in this version.*topk_ratio"),
+        ({"pt_reserved_cores_perc": 50}, "pt_reserved_cores_perc=50 must be a number"),
+    ],
+)
+def test_unclear_settings_of_zenflow_are_refused(zenflow: dict[str, Any], message: str) -> None:
+    config = {"zero_optimization": {"zenflow": zenflow}}
+    with pytest.raises(ValueError, match=message):
+        read_deepspeed_config(config)
+    if "interval" in message or "steps_per_epoch" in message:
+        assert read_deepspeed_config(config, select_interval=6) == {"policy": "zenflow", "select_interval": 6}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +355,3 @@ def test_names_in_a_file_are_escaped(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as error:
         read_deepspeed_config(file)
     assert str(error.value).isprintable()
-
-
-def test_deepspeed_option_names_are_ours() -> None:
-    assert set(ZENFLOW_OPTIONS) <= set(OPTION_NAMES)

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import zenflow_compile
-from zenflow_compile.options.options import OPTION_NAMES, Options
-from zenflow_compile.options.unread import readers
+from zenflow_compile.backend import split_backend_options
+from zenflow_compile.options.options import INSTEAD, OPTION_NAMES, Options, readers
 
 
 def test_defaults() -> None:
     options = Options()
     assert (options.policy, options.topk_ratio, options.update_interval) == ("zenflow", 0.1, 4)
-    assert (options.select_strategy, options.select_interval) == ("auto", "auto")
+    assert (options.select_interval, options.gradient_transfer, options.weight_grad_bytes) == ("auto", "each", 0)
     assert (options.overlap_step, options.staleness, options.full_warm_up_rounds) == (True, 0, 0)
     assert (options.max_grad_norm, options.gradient_accumulation_steps) == (None, None)
 
@@ -36,30 +36,32 @@ def test_options_are_frozen_and_keyword_only() -> None:
         Options("zenflow")  # type: ignore[call-arg]
 
 
-RATIOS = ["topk_ratio", "auto_ratio", "pt_reserved_cores_perc", "device_share"]
+RATIOS = ["topk_ratio", "auto_ratio", "device_share"]
 OUTSIDE: list[tuple[str, Any]] = [
     *((name, value) for name in RATIOS for value in (-0.01, 1.01, math.nan, math.inf)),
     *((name, value) for name in ("max_grad_norm",) for value in (0, -1.0, math.nan, math.inf)),
     ("update_interval", 0),
     ("update_interval", -4),
-    ("min_update_interval", 0),
-    ("min_update_interval", 5),
-    ("max_update_interval", 0),
+    ("update_interval", (4,)),
     ("select_interval", 0),
+    ("workers", 0),
+    ("workers", 1.5),
+    ("device_share", -1),
+    ("device_share", 8.0),
+    ("weight_grad_bytes", -1),
+    ("gradient_transfer", "sum"),
+    ("offload_device", "disk"),
     ("full_warm_up_rounds", -1),
     ("staleness", 2),
     ("staleness", -1),
-    ("steps_per_epoch", 0),
     ("gradient_accumulation_steps", 0),
     ("min_offload_size", -1),
-    ("device_memory_bytes", 0),
     ("offload_weights", 0.0),
     ("policy", "offload"),
-    ("select_strategy", "steps"),
 ]
 WRONG_TYPE: list[tuple[str, Any]] = [
     *((name, value) for name in RATIOS for value in (True, "0.1", 1j)),
-    *((name, None) for name in RATIOS if name != "pt_reserved_cores_perc"),
+    *((name, None) for name in RATIOS),
     ("max_grad_norm", "1.0"),
     ("max_grad_norm", True),
     ("update_interval", True),
@@ -67,25 +69,22 @@ WRONG_TYPE: list[tuple[str, Any]] = [
     ("update_interval", "4"),
     ("update_interval", "Auto"),
     ("update_interval", None),
-    ("min_update_interval", "auto"),
-    ("max_update_interval", None),
     ("select_interval", 8.0),
+    ("workers", "all"),
+    ("workers", True),
+    ("weight_grad_bytes", None),
+    ("gradient_transfer", None),
     ("full_warm_up_rounds", "auto"),
     ("full_warm_up_rounds", False),
     ("staleness", True),
     ("staleness", 0.0),
-    ("steps_per_epoch", "auto"),
     ("gradient_accumulation_steps", 2.0),
     ("min_offload_size", None),
-    ("device_memory_bytes", 1.5),
-    ("device_memory_bytes", "auto"),
     ("offload_weights", "all"),
     ("offload_weights", True),
     ("overlap_step", 1),
     ("overlap_step", "auto"),
-    ("offload", 0),
     ("policy", None),
-    ("select_strategy", 3),
 ]
 
 
@@ -111,16 +110,21 @@ def test_value_of_the_wrong_type_is_named(name: str, value: Any) -> None:
         {"topk_ratio": 1},
         {"update_interval": 1},
         {"update_interval": "auto"},
-        {"update_interval": "auto", "min_update_interval": 1},
-        {"update_interval": "auto", "min_update_interval": 8, "max_update_interval": 8},
-        {"select_strategy": "step", "select_interval": 4, "update_interval": 4},
-        {"select_strategy": "step", "select_interval": 1, "update_interval": "auto"},
-        {"select_strategy": "epoch", "select_interval": 1, "steps_per_epoch": 4},
+        {"update_interval": (1, 64)},
+        {"update_interval": [8, 8]},
+        {"update_interval": (None, 1)},
+        {"select_interval": 4, "update_interval": 4},
+        {"select_interval": 1, "update_interval": "auto"},
+        {"select_interval": 1, "update_interval": (1, 8)},
         {"staleness": 1},
         {"policy": "auto", "tokens_per_step": 1},
         {"max_grad_norm": 1},
         {"gradient_accumulation_steps": 1, "min_offload_size": 0, "device_share": 0},
-        {"pt_reserved_cores_perc": 1.0},
+        {"workers": 0.0},
+        {"workers": 1.0},
+        {"device_share": 2},
+        {"device_share": "fill"},
+        {"weight_grad_bytes": "auto"},
     ],
 )
 def test_ends_of_the_ranges_are_valid(keywords: dict[str, Any]) -> None:
@@ -133,12 +137,15 @@ def test_numbers_of_other_types_become_plain_ones() -> None:
         topk_ratio=numpy.float32(0.25),
         auto_ratio=Fraction(1, 2),  # type: ignore[arg-type]
         device_share=0,
-        update_interval=numpy.int64(3),
+        update_interval=[numpy.int64(2), 3],  # type: ignore[arg-type]
+        workers=numpy.float32(0.5),
     )
     for name, value in (("topk_ratio", 0.25), ("auto_ratio", 0.5), ("device_share", 0.0)):
         assert type(getattr(options, name)) is float
         assert getattr(options, name) == value
-    assert type(options.update_interval) is int
+    assert options.update_interval == (2, 3)
+    assert {type(each) for each in options.update_interval} == {int}
+    assert (type(options.workers), type(Options(device_share=numpy.int64(8)).device_share)) == (float, int)
     saved = io.BytesIO()
     torch.save(asdict(options), saved)
     saved.seek(0)
@@ -148,19 +155,7 @@ def test_numbers_of_other_types_become_plain_ones() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"select_interval": 8}, 'select_interval=8 has no unit.*"step" or "epoch"'),
-        ({"select_strategy": "step"}, 'select_interval="auto" under.*"step".*select_strategy="auto"'),
-        ({"select_strategy": "epoch"}, 'select_interval="auto" under.*"epoch"'),
-        ({"select_strategy": "epoch", "select_interval": 1}, r"steps_per_epoch=len\(loader\)"),
-        (
-            {"select_strategy": "step", "select_interval": 3},
-            "3 steps.*update_interval=4.*raise select_interval",
-        ),
-        (
-            {"select_strategy": "epoch", "select_interval": 2, "steps_per_epoch": 3, "update_interval": 7},
-            "6 steps.*update_interval=7",
-        ),
-        ({"offload": True}, 'this version.*topk_ratio.*policy="zero_offload"'),
+        ({"select_interval": 3}, "select_interval=3.*update_interval=4.*raise select_interval"),
     ],
 )
 def test_cross_option_rules_hold_for_zenflow_only(keywords: dict[str, Any], message: str) -> None:
@@ -201,23 +196,38 @@ def test_unknown_policy_suggests_the_nearest(policy: str, nearest: str) -> None:
         Options.from_keywords(policy=policy)
 
 
-def test_device_memory_needs_measured_weights() -> None:
-    assert Options(offload_weights="auto", device_memory_bytes=1).device_memory_bytes == 1
-    with pytest.raises(ValueError, match=r'device_memory_bytes=1 has no effect.*pass offload_weights="auto"'):
-        Options(offload_weights=0.5, device_memory_bytes=1)
+def test_gone_option_says_what_to_pass() -> None:
+    assert INSTEAD.keys().isdisjoint(OPTION_NAMES)
+    for name, text in INSTEAD.items():
+        for make in (Options.from_keywords, lambda **options: split_backend_options(options)):
+            with pytest.raises(TypeError, match=re.escape(f"unknown option {name!r}: {text}")):
+                make(**{name: 1})
+
+
+def test_offloaded_weights_need_a_policy_for_them() -> None:
     with pytest.raises(ValueError, match="choose another policy"):
         Options(offload_weights="auto", policy="auto", tokens_per_step=1)
+    files: dict[str, Any] = {"offload_device": "nvme_all", "nvme_path": "."}
+    assert Options(offload_weights=1.0, **files).weights_in_files
+    assert not Options(offload_weights=1.0, **files | {"offload_device": "nvme"}).weights_in_files
+    with pytest.raises(ValueError, match=r'offload_device="nvme_all" has no effect with offload_weights=False'):
+        Options(**files)
+    with pytest.raises(ValueError, match=r'split_master=True with offload_device="nvme_all" is not supported'):
+        Options(offload_weights=1.0, split_master=True, **files)
+    with pytest.raises(ValueError, match=r'"nvme_all" under policy=.zero_offload. is not supported'):
+        Options(policy="zero_offload", offload_weights=1.0, **files)
 
 
 def test_intervals_resolve_to_steps() -> None:
     assert Options().resolved_select_interval() == 16
     assert Options(update_interval=40).resolved_select_interval() == 40
     assert Options(update_interval=40).resolved_select_interval(2) == 16
-    assert Options(select_strategy="step", select_interval=6).resolved_select_interval() == 6
-    epochs = Options(select_strategy="epoch", select_interval=3, steps_per_epoch=100)
-    assert epochs.resolved_select_interval() == 300
+    assert Options(select_interval=6).resolved_select_interval() == 6
     assert Options(update_interval=7).longest_window == 7
-    assert Options(update_interval="auto").longest_window == 4
+    assert Options(update_interval=7).window_bounds == (7, 7)
+    assert Options(update_interval="auto").window_bounds == (None, 4)
+    assert Options(update_interval=(2, 8)).window_bounds == (2, 8)
+    assert [Options(update_interval=each).adaptive for each in (7, "auto", (2, 8))] == [False, True, True]
     assert Options(policy="zero_offload", update_interval=7).longest_window == 1
 
 
@@ -244,7 +254,7 @@ def test_options_import_neither_torch_nor_the_runtime() -> None:
     package = Path(zenflow_compile.__file__).parent
     light = ("options", "checks")
     files = [path for folder in light for path in (package / folder).glob("*.py")]
-    assert len(files) > 5
+    assert len(files) >= 5
     for path in files:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import):

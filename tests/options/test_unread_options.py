@@ -38,10 +38,9 @@ def warned(**options: Any) -> list[str]:
              for name in ("nvme_path", "host_window_bytes")],
         ),
         ({"policy": "zenflow", "nvme_path": "/none"}, ["nvme_path (read by zero_infinity, zenflow with"]),
-        ({"policy": "resident", "topk_ratio": 0.2, "staging_bytes": 1 << 30},
-         ["topk_ratio (read by zenflow)", "staging_bytes (read by zero_offload, twinflow, "]),
+        ({"policy": "resident", "topk_ratio": 0.2, "weight_grad_bytes": 1 << 30},
+         ["topk_ratio (read by zenflow)", "weight_grad_bytes (read by zero_offload, twinflow, "]),
         ({"tokens_per_step": 8}, ["tokens_per_step (read by auto)"]),
-        ({"fill_device": True}, ["fill_device (read by auto)"]),
     ],
 )  # fmt: skip
 def test_one_warning_names_unread_options(options: dict[str, Any], named: list[str]) -> None:
@@ -71,27 +70,22 @@ def test_read_or_default_options_do_not_warn(tmp_path: Path) -> None:
         assert warned(**options) == []
 
 
-COMPRESSED: dict[str, Any] = {"gradient_compression": "int8"}
 ALL_OPTIONS: dict[str, Any] = {
-    "tokens_per_step": 8, "topk_ratio": 0.2, "select_strategy": "step", "select_interval": 8, "update_interval": 2,
-    "max_update_interval": 8, "min_update_interval": 2, "full_warm_up_rounds": 1, "overlap_step": False, "staleness": 1,
-    "auto_ratio": 0.5, "steps_per_epoch": 8, "device_share": 0.0, "spare_device_bytes": 8, "min_offload_size": 1,
-    "ratio": 0.5, "sub_group_size": 1, "update_stride": 2, "host_window_bytes": 1 << 20, "staging_bytes": 1 << 20,
-    "weight_grad_order": "forward", "weight_grad_bytes": 8,
+    "tokens_per_step": 8, "topk_ratio": 0.2, "select_interval": 8, "update_interval": (2, 8), "full_warm_up_rounds": 1,
+    "overlap_step": False, "staleness": 1, "auto_ratio": 0.5, "device_share": 0.0, "min_offload_size": 1, "ratio": 0.5,
+    "update_stride": 2, "host_window_bytes": 1 << 20, "weight_grad_bytes": 8, "gradient_transfer": "int8",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("gradients", [COMPRESSED, {"accumulate_on_device": True}], ids=str)
-def test_recommended_options_do_not_warn(gradients: dict[str, Any], tmp_path: Path) -> None:
-    given = ALL_OPTIONS | gradients | {"nvme_path": str(tmp_path)}
+def test_recommended_options_do_not_warn(tmp_path: Path) -> None:
+    given = ALL_OPTIONS | {"nvme_path": str(tmp_path)}
     found = predict(scenario(Options(**given), hardware("h200"), of_size(10**7), tokens=64)).forecasts
     assert {each.policy for each in found} == {*POLICIES} - {"auto"}
     for each in found:
         assert warned(**each.options) == [], each.label
     blocks = {each.label: each.options for each in found}
     assert blocks["resident"] == {"policy": "resident", "overlap_step": False, "min_offload_size": 1}
-    assert set(blocks["twinflow"]) == {"policy", "ratio", "overlap_step", "min_offload_size", "staging_bytes",
-                                       "weight_grad_order", "weight_grad_bytes"}  # fmt: skip
+    assert set(blocks["twinflow"]) == {"policy", "ratio", "overlap_step", "min_offload_size", "weight_grad_bytes"}
     read = {*given} - {"tokens_per_step", "ratio"}
     assert set(blocks["zenflow, files"]) - {"policy"} == read | {"offload_device"}
     assert set(blocks["zenflow"]) - {"policy"} == read - {"nvme_path", "host_window_bytes"}

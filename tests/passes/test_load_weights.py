@@ -18,7 +18,7 @@ from tests.support.served_weights import Serving
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.planning.plan import Placement
-from zenflow_compile.planning.weight_schedule import Turn, peak_bytes, schedule_weights
+from zenflow_compile.planning.weight_memory import Turn, peak_bytes, schedule_weights
 
 pytestmark = pytest.mark.timeout(120)
 

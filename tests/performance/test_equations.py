@@ -132,10 +132,10 @@ def test_forecast_is_at_least_the_roofline(machine: str, in_backward: bool) -> N
 @pytest.mark.parametrize(
     "given",
     [
-        {"gradient_compression": "int8"},
-        {"accumulate_on_device": True},
+        {"gradient_transfer": "int8"},
+        {"gradient_transfer": "mean"},
         {"staleness": 1, "topk_ratio": 0.25},
-        {"spare_device_bytes": 10_000_000, "device_share": 0.3},
+        {"device_share": 10_000_000},
         {"overlap_step": False},
     ],
     ids=str,

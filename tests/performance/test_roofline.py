@@ -187,7 +187,7 @@ def test_smallest_interval(bandwidths: Bandwidths, device_ms: float, smallest: i
 
 def test_loads_of_weights_need_the_link() -> None:
     """Four loads of the deferred part for two micro-batches, and no upload."""
-    weights = WeightMemory(offloaded=frozenset({0}), reloaded=frozenset(), ring_bytes=4_000_000, staging_buffers=3)
+    weights = WeightMemory(offloaded=frozenset({0}), reloaded=frozenset(), ring_bytes=4_000_000)
     plan = replace(PLAN, weights=weights, micro_batches=2)
     found = traffic(plan)
     assert (found.forward_loads, found.backward_loads, found.rewritten) == (2 * 2 * REST, 2 * 2 * REST, 0)
@@ -202,7 +202,7 @@ def test_loads_of_weights_need_the_link() -> None:
 
 
 def test_resident_weights_come_back() -> None:
-    weights = WeightMemory(offloaded=frozenset({0}), reloaded=frozenset(), ring_bytes=4_000_000, staging_buffers=3)
+    weights = WeightMemory(offloaded=frozenset({0}), reloaded=frozenset(), ring_bytes=4_000_000)
     resident = replace(WEIGHT, placement=Placement.DEVICE, slices=0, length=0, k=0, interval=1)
     found = traffic(Plan(policy="resident", params=(resident, BIAS), weights=weights))
     assert (found.forward_loads, found.backward_loads, found.rewritten) == (2_000_000,) * 3

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.partition import parts_of
 from zenflow_compile.planning.plan import ParamPlan, Plan
-from zenflow_compile.planning.planners import ParamSpec, empty_plan, extend_plan, make_plan
+from zenflow_compile.planning.planners import ParamSpec, empty_plan, extend_plan, make_plan, parts_of
 
 SHAPES = [(64, 16), (16, 640), (1000, 8), (33, 33), (40, 32), (3, 2), (1, 40), (7,)]
 POLICIES = [

@@ -8,8 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from zenflow_compile.planning.offloaded_weights import weight_budget
-from zenflow_compile.planning.weight_schedule import Turn, peak_bytes, schedule_weights
+from zenflow_compile.planning.weight_memory import Turn, peak_bytes, schedule_weights, weight_budget
 
 
 def replay(uses: list[frozenset[int]], turns: list[Turn]) -> int:

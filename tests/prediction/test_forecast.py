@@ -65,12 +65,12 @@ def test_host_time_counts_once_for_all_workers() -> None:
             "deep_optimizer_states none",
         ),
         ({"update_stride": 2, "device_share": 0.0}, "zenflow 2"),
-        ({"spare_device_bytes": 2_345_000_000}, "zenflow 2.35 GB"),
+        ({"device_share": 2_345_000_000}, "zenflow 2.35 GB"),
         ({"update_interval": 2}, "zenflow"),
     ],
 )
 def test_title_has_the_settings_that_differ(options: dict[str, Any], title: str) -> None:
-    assert of(8, sub_group_size=1_000_000, **options).title == title
+    assert of(8, **options).title == title
 
 
 def test_nearest_policy_lacks_the_fewest_bytes() -> None:
@@ -154,15 +154,15 @@ def test_optimizer_object_updates_after_backward() -> None:
 def test_spare_bytes_count_per_device() -> None:
     hardware = machine(devices=2, peer_bandwidth=1e12)
     model = layers(8)
-    options = Options(spare_device_bytes=12 * 1_000_000, device_share=0.0)  # the state of a layer; of two, in halves
+    options = Options(device_share=12 * 1_000_000)  # the state of a layer; of two, in halves
     placements = [param.placement for param in node_plan(options, scenario(options, hardware, model)).params]
     assert placements == ["device"] * 2 + ["split_columns"] * 6
     node = named_hardware("4xa100-40g-pcie4")
-    asked = scenario(Options(fill_device=True), node, named_model("llama2-7b"), tokens=1024)
+    asked = scenario(Options(device_share="fill"), node, named_model("llama2-7b"), tokens=1024)
     (filled,) = (each for each in predict(asked).forecasts if each.label == "zenflow")
-    assert filled.options["spare_device_bytes"] < node.device_bytes
+    assert filled.options["device_share"] < node.device_bytes
     assert filled.fits
-    assert filled.needs.device["optimizer state"] > filled.options["spare_device_bytes"]
+    assert filled.needs.device["optimizer state"] > filled.options["device_share"]
 
 
 @pytest.mark.parametrize(

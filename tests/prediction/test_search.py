@@ -43,8 +43,8 @@ MEMORIES = (device_first, host_first)
 # A host with a fifth of the rate that a step without a stall needs.
 SLOW = machine(adam_per_core=0.2e6, device_bandwidth=1e9, host_bandwidth=1e9)
 TIGHT = replace(SLOW, device_bytes=80e6, host_bytes=110e6)  # too little memory for all state on one side
-FEWER_BYTES = ("state_dtype", "split_master", "shared_buffers")
-UNSEARCHED = ("ratio", "update_stride", "topk_ratio", "gradient_compression", "host_window_bytes", *FEWER_BYTES)
+FEWER_BYTES = ("state_dtype", "split_master")
+UNSEARCHED = ("ratio", "update_stride", "topk_ratio", "gradient_transfer", "host_window_bytes", *FEWER_BYTES)
 
 
 def asked(hardware: Hardware = SLOW, policy: str = "auto", count: int = 8, **options: Any) -> Scenario:
@@ -59,9 +59,9 @@ def whole(*, tight: bool = False) -> Frontier:
 
 def only_residents(hardware: Hardware | None = None) -> Frontier:
     """Eight layers of which only the number of resident ones is searched."""
-    given = {"topk_ratio": 0.0, "device_share": 0.0, "update_interval": 1, "offload_weights": False}
-    fixed = (*given, "gradient_compression", "update_stride", "offload_device", *FEWER_BYTES)
-    return frontier(asked(hardware or machine(), "zenflow", **given), fixed)
+    given = {"topk_ratio": 0.0, "update_interval": 1, "offload_weights": False}
+    fixed = (*given, "gradient_transfer", "update_stride", "offload_device", *FEWER_BYTES)
+    return frontier(asked(hardware or machine(), "zenflow", device_share=0.0, **given), fixed)
 
 
 def all_forecasts(search: Search) -> list[Forecast]:
@@ -81,10 +81,10 @@ def test_least_memory_by_hand() -> None:
     assert found.fastest is not None
     assert found.fastest.step_s == pytest.approx(24.0)
     assert [each.step_s for each in found.device] == pytest.approx([24.0, 25.0, 26.0, 27.0, 30.0])
-    kept = [each.options.get("spare_device_bytes", 0) // LAYER_STATE for each in found.device]
+    kept = [each.options["device_share"] // LAYER_STATE for each in found.device]
     assert kept == [4, 3, 2, 1, 0]
     (host,) = found.host
-    assert host.options["spare_device_bytes"] == 7 * LAYER_STATE
+    assert host.options["device_share"] == 7 * LAYER_STATE
     assert found.points == [*found.device, host]
 
 
@@ -141,9 +141,13 @@ def test_given_options_are_not_searched() -> None:
     assert {(each.policy, each.options["ratio"]) for each in alone.points} == {("twinflow", 0.5)}
 
 
-def test_given_residents_are_not_searched() -> None:
-    both = dimensions(asked(device_share=0.5, spare_device_bytes=7), ("device_share", "spare_device_bytes"))
-    assert [each for found in both for each in found if "device_share" in each] == [{"device_share": 0.5}]
+def test_given_share_is_the_least_resident_one() -> None:
+    for given, least in ((("device_share",), [0.5]), ((), [0.0, 0.5])):
+        found = [each["device_share"] for each in dimensions(asked(device_share=0.5), given)[1]]
+        assert [each for each in found if isinstance(each, float)] == least
+        assert all(each > 0.5 * 8 * LAYER_STATE for each in found if isinstance(each, int))
+    (given_bytes,) = dimensions(asked(device_share=7), ("device_share",))[1]
+    assert given_bytes == {"device_share": 7}
 
 
 def test_stride_that_streams_nothing_is_no_plan() -> None:
@@ -296,7 +300,7 @@ def test_device_is_filled_up_to_its_memory() -> None:
     hardware = replace(named_hardware("h200"), device_bytes=70e9)
     model = named_model("llama2-7b")
     plain = forecast(Options(topk_ratio=0.0), scenario(Options(), hardware, model, tokens=2048))
-    filled = row("zenflow", scenario(Options(topk_ratio=0.0, fill_device=True), hardware, model, tokens=2048))
+    filled = row("zenflow", scenario(Options(topk_ratio=0.0, device_share="fill"), hardware, model, tokens=2048))
     assert filled.fits
     assert plain.device_bytes + 0.85 * (70e9 - plain.device_bytes) < filled.device_bytes
     assert filled.device_bytes <= plain.device_bytes + 0.9 * (70e9 - plain.device_bytes)
@@ -312,9 +316,9 @@ TRIED: list[tuple[Hardware, ModelShape, dict[str, Any]]] = [
     (machine(), layers(8), {"topk_ratio": 0.0, "device_share": 0.0, "update_interval": 1}),
     (TIGHT, layers(8), {}),
     (TIGHT, layers(8), {"nvme_path": "scratch"}),
-    (SLOW_HOST, llama(), {"update_stride": 4, "sub_group_size": 1}),
+    (SLOW_HOST, llama(), {"update_stride": 4}),
     (named_hardware("h200"), named_model("llama2-13b"), {}),
-    (named_hardware("4xa100-40g-pcie4"), named_model("llama2-7b"), {"fill_device": True, "nvme_path": "scratch"}),
+    (named_hardware("4xa100-40g-pcie4"), named_model("llama2-7b"), {"device_share": "fill", "nvme_path": "scratch"}),
 ]
 
 
@@ -347,14 +351,14 @@ def test_choice_keeps_options_that_are_not_read() -> None:
 
 
 def test_fewest_residents_without_a_stall() -> None:
-    """As by hand above: two blocks of two layers are enough; ``fill_device`` keeps all."""
+    """As by hand above: two blocks of two layers are enough; ``"fill"`` keeps all."""
     options = Options(topk_ratio=0.0, device_share=0.0, update_interval=1, update_stride=None)
     small = machine(device_bytes=forecast(options, scenario(options, machine(), layers(8))).device_bytes + 80e6)
     found = row("zenflow", scenario(options, small, layers(8)))
     assert found.step_s == pytest.approx(24.0)
-    assert found.options["spare_device_bytes"] == 4 * LAYER_STATE
-    filled = row("zenflow", scenario(replace(options, fill_device=True), machine(), layers(8)))
-    assert filled.options["spare_device_bytes"] == 8 * LAYER_STATE
+    assert found.options["device_share"] == 4 * LAYER_STATE
+    filled = row("zenflow", scenario(replace(options, device_share="fill"), machine(), layers(8)))
+    assert filled.options["device_share"] == 8 * LAYER_STATE
 
 
 def test_twinflow_keeps_no_more_than_it_needs() -> None:

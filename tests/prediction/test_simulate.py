@@ -34,14 +34,14 @@ POLICIES: list[dict[str, Any]] = [
     {"policy": "resident"},
     {"policy": "zero_offload"},
     {"policy": "twinflow", "ratio": 0.37},
-    {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": 1_000_000},
+    {"policy": "deep_optimizer_states", "update_stride": 2},
     {"policy": "zero_infinity", "nvme_path": "scratch", "host_window_bytes": SMALL_WINDOW},
     {"policy": "zenflow"},
     {"policy": "zenflow", "update_interval": 3, "device_share": 0.0, "staleness": 1},
     {"policy": "zenflow", "overlap_step": False},
-    {"policy": "zenflow", "accumulate_on_device": True},
-    {"policy": "zenflow", "gradient_compression": "int8"},
-    {"policy": "zenflow", "update_stride": 3, "sub_group_size": 1_000_000},
+    {"policy": "zenflow", "gradient_transfer": "mean"},
+    {"policy": "zenflow", "gradient_transfer": "int8"},
+    {"policy": "zenflow", "update_stride": 3},
     {"policy": "zenflow", "offload_device": "nvme", "nvme_path": "scratch", "host_window_bytes": SMALL_WINDOW},
 ]
 
@@ -160,7 +160,7 @@ def test_residents_are_updated_while_the_host_works() -> None:
 def test_streamed_copies_overlap(count: int, step: float, stalls: list[Any]) -> None:
     """Three buffers: the fourth subgroup comes in when the first one's state is back, not when the second one's is."""
     model = layers(count)
-    options = {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": ELEMENTS}
+    options = {"policy": "deep_optimizer_states", "update_stride": 1}
     hardware = machine(link_to_host=12e6, link_to_device=12e6, device_bandwidth=28e6)
     recording = simulate(plan_of(model, **options), hardware, model, tokens=1, steps=2)
     assert step_times(recording) == {1: step, 2: step}
@@ -176,7 +176,7 @@ def test_streamed_copies_overlap(count: int, step: float, stalls: list[Any]) -> 
 
 def test_host_updates_overlap_streamed_subgroups() -> None:
     model = layers(2)
-    options = {"policy": "deep_optimizer_states", "update_stride": 2, "sub_group_size": ELEMENTS}
+    options = {"policy": "deep_optimizer_states", "update_stride": 2}
     recording = simulate(plan_of(model, **options), machine(link_to_device=12e6), model, tokens=1, steps=1)
     # The link down is the slow one: state is not read again before it is back.
     back = 13 - (8 + 1 / 6)

@@ -49,7 +49,7 @@ CASES = {
             "host update limits",
             "update_interval from 4 to 8",
             "topk_ratio",
-            "pt_reserved_cores_perc",
+            "workers",
             "1 worker)",
         ],
         ["device_share"],
@@ -81,7 +81,7 @@ CASES = {
     ),
     "late flushes, though lanes have capacity": (
         run(waits=((8.0, 3.0),), workers=((20.0, 6.0),), d2h=2.0, h2d=1.0),
-        ["too late", "pt_reserved_cores_perc"],
+        ["too late", "option workers"],
         ["device_share"],
     ),
     "blocking policy": (

@@ -34,12 +34,12 @@ ALL_POLICIES: dict[str, dict[str, Any]] = {
 """Exact ones: their weights are those of AdamW."""
 
 WINDOWED: dict[str, dict[str, Any]] = {
-    "re-selecting": {"update_interval": 4, "select_strategy": "step", "select_interval": 4},
+    "re-selecting": {"update_interval": 4, "select_interval": 4},
     "drifting": {"update_interval": 2, "select_interval": "auto"},
-    "adaptive": {"update_interval": "auto", "max_update_interval": 4, "min_update_interval": 1},
+    "adaptive": {"update_interval": (1, 4)},
     "late": {"update_interval": 3, "staleness": 1},
-    "summed": {"update_interval": 4, "accumulate_on_device": True},
-    "int8": {"update_interval": 4, "gradient_compression": "int8"},
+    "summed": {"update_interval": 4, "gradient_transfer": "mean"},
+    "int8": {"update_interval": 4, "gradient_transfer": "int8"},
     "files": {"update_interval": 2, "offload_device": "nvme", "host_window_bytes": LARGEST, "nvme_path": ""},
 }
 WINDOWED = {name: {"topk_ratio": 0.25, **OFFLOAD, **options} for name, options in WINDOWED.items()}

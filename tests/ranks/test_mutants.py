@@ -285,7 +285,7 @@ def chosen_alike(rank: int, what: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(lazy_engine, "_resolve", lambda given, *_, **__: replace(given, topk_ratio=0.5))
-        optimizer = optimizer_over(model, {**ADAPTIVE, "min_update_interval": None}, "")
+        optimizer = optimizer_over(model, {**ADAPTIVE, "update_interval": (None, 4)}, "")
         engine = optimizer.engine
     assert engine.shards is not None
     engine.shards.measured_window = 3 - rank

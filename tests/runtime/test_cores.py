@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.host import cores as cores_module
 from zenflow_compile.runtime.host.cores import Core, choose_cores, nodes_of, physical_cores, run_pinned, worker_count
 
@@ -56,18 +57,18 @@ def test_cores_of_this_machine_are_in_its_mask() -> None:
     [(8, 0.0, 8), (8, 0.5, 4), (8, 0.9, 1), (8, 1.0, 1), (8, 0.3, 5), (2, 0.5, 1), (10, 0.9, 1), (20, 0.9, 2)],
 )
 def test_reserved_share_is_left_free(cores: int, reserved: float, workers: int) -> None:
-    assert worker_count(cores, None, workers=None, reserved_share=reserved) == workers
+    assert Options(workers=1.0 - reserved).threads(cores) == workers
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 14)])
 def test_unset_leaves_two_cores(cores: int, workers: int) -> None:
-    assert worker_count(cores, None, workers=None, reserved_share=None) == workers
+    assert worker_count(cores, None) == workers
 
 
 @pytest.mark.parametrize(("quota", "workers"), [(None, 14), (64.0, 14), (8.0, 6), (3.9, 1), (0.5, 1)])
 def test_unset_workers_follow_the_container_quota(quota: float | None, workers: int) -> None:
-    assert worker_count(16, quota, workers=None, reserved_share=None) == workers
-    assert worker_count(16, quota, workers=12, reserved_share=None) == 12
+    assert worker_count(16, quota) == workers
+    assert worker_count(16, quota, 12) == 12
 
 
 def test_unset_workers_leave_cores_to_data_loaders() -> None:
@@ -77,20 +78,19 @@ def test_unset_workers_leave_cores_to_data_loaders() -> None:
     try:
         for child in children:
             child.start()
-        assert worker_count(16, None, workers=None, reserved_share=None) == 12
-        assert worker_count(3, None, workers=None, reserved_share=None) == 1
-        assert worker_count(16, None, workers=None, reserved_share=0.5) == 8
+        assert worker_count(16, None) == 12
+        assert worker_count(3, None) == 1
     finally:
         end.set()
         for child in children:
             child.join()
-    assert worker_count(16, None, workers=None, reserved_share=None) == 14
+    assert worker_count(16, None) == 14
 
 
 def test_more_workers_than_cores_are_refused() -> None:
-    assert worker_count(4, None, workers=4, reserved_share=1.0) == 4
+    assert worker_count(4, None, 4) == 4
     with pytest.raises(ValueError, match=r"workers=5 must be in \[1, 4\]: .* 4 physical cores.*lower it"):
-        worker_count(4, None, workers=5, reserved_share=None)
+        worker_count(4, None, 5)
 
 
 def test_last_cores_first_and_even_over_nodes() -> None:

@@ -114,7 +114,7 @@ def test_gradient_in_an_open_window_is_not_overwritten() -> None:
     first, second = hosts_of(in_place=True)
     index, _ = first.free_buffer(2)
     first.open.append(GradientBuffer(index, COEFFICIENTS, ThreadTicket.ended()))
-    with pytest.raises(RuntimeError, match=r"over one of first that waits in an update window.*shared_buffers=False"):
+    with pytest.raises(RuntimeError, match=r"over one of first that waits in an update window.*update_interval=1"):
         second.free_buffer(3)
     with pytest.raises(RuntimeError, match="over one of first"):
         first.free_buffer(4)
@@ -173,7 +173,7 @@ def test_lane_waits_for_users_of_its_target(kind: str) -> None:
 
 
 def test_interrupted_upload_leaves_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4, "shared_buffers": True}
+    options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4}
     training = Training(None, options).run(0, 3)
     offloaded = next(each for each in training.optimizer.engine.offloaded.values() if each.host.open)
     window = offloaded.flush(at=3, eps=1e-8, selection=None, promptly=True)
@@ -197,7 +197,7 @@ def raise_interrupt(*_: object) -> None:
 
 def test_dropped_gradient_has_been_copied(copies: Copies) -> None:
     """Its copy would end later than a small one that shares the memory in the next step, and overtakes it."""
-    options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4, "shared_buffers": True}
+    options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4}
     training = Training(None, options).run(0, 3)
     ended = []
 

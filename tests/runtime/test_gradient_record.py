@@ -551,7 +551,7 @@ def test_overflow_in_one_offloaded_gradient_is_found(value: float, deferring: bo
 
 def selections(scales: list[float], clips: list[float]) -> tuple[list[Tensor], list[Tensor]]:
     """Scores and selections after each of several steps that leave the weights as they are."""
-    options = {"update_interval": 1, "topk_ratio": 0.25, "select_interval": 1, "select_strategy": "step"}
+    options = {"update_interval": 1, "topk_ratio": 0.25, "select_interval": 1}
     training = Training(None, {"lr": 0.0, **options})
     offloaded = training.optimizer.engine.offloaded.values()
     scores, selected = [], []

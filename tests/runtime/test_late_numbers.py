@@ -76,13 +76,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 3, "topk_ratio": 0.25},
     "every step": {"update_interval": 1, "topk_ratio": 0.25},
     "maximize": {"update_interval": 2, "maximize": True},
-    "summed": {"update_interval": 3, "accumulate_on_device": True},
-    "summed maximize": {"update_interval": 3, "accumulate_on_device": True, "maximize": True},
-    "int8": {"update_interval": 2, "gradient_compression": "int8"},
-    "auto": {"update_interval": "auto", "max_update_interval": 5, "min_update_interval": 1},
+    "summed": {"update_interval": 3, "gradient_transfer": "mean"},
+    "summed maximize": {"update_interval": 3, "gradient_transfer": "mean", "maximize": True},
+    "int8": {"update_interval": 2, "gradient_transfer": "int8"},
+    "auto": {"update_interval": (1, 5)},
     "limit": {"update_interval": 2, "max_grad_norm": 0.03},
     "limit not reached": {"update_interval": 2, "max_grad_norm": 1e6},
-    "summed limit": {"update_interval": 3, "accumulate_on_device": True, "max_grad_norm": 0.03},
+    "summed limit": {"update_interval": 3, "gradient_transfer": "mean", "max_grad_norm": 0.03},
     "zero_offload": {"policy": "zero_offload"},
 }
 
@@ -163,7 +163,7 @@ def test_steady_step_waits_for_no_number(
 
         monkeypatch.setattr(Tensor, name, noted)
     with served() as device:
-        training = Training(entry, {**OPTIONS[options], "select_strategy": "step", "select_interval": 1000})
+        training = Training(entry, {**OPTIONS[options], "select_interval": 1000})
         for step in range(9):
             (training.loss(step) * 1000.0).backward()
             device.streams.waits.clear()
@@ -352,7 +352,7 @@ def test_engine_waits_once_per_step(options: str) -> None:
     """Adaptive windows read values of the device, and wait for nothing else."""
     with served() as device:
         device.streams.compute_is_late = True
-        training = Training(None, {**OPTIONS[options], "min_update_interval": 1} if options == "auto" else {})
+        training = Training(None, OPTIONS[options] if options == "auto" else {})
         counts = []
         for step in range(7):
             device.blocking.clear()

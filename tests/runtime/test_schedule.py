@@ -128,7 +128,7 @@ def test_slices_enter_only_by_a_margin() -> None:
     below, above = 1.0 + 0.9 * ENTRY_MARGIN, 1.0 + 1.1 * ENTRY_MARGIN
     assert settled().reselections(1, 100, lambda step: scores(20, below)) == []
     assert settled().reselections(1, 20, lambda step: scores(20, above)) == [16]
-    fixed = settled(select_strategy="step", select_interval=16)
+    fixed = settled(select_interval=16)
     turns = fixed.reselections(1, 100, lambda step: scores(20, below if step // 16 % 2 else 1 / below))
     assert turns == [16, 32, 48, 64, 80, 96]
 
@@ -142,7 +142,7 @@ def test_slices_below_the_margin_do_not_enter() -> None:
 
 
 def test_given_select_interval_is_kept() -> None:
-    run = settled(select_strategy="step", select_interval=6)
+    run = settled(select_interval=6)
     assert run.reselections(1, 30, lambda step: scores(0, 0.0)) == [6, 12, 18, 24]
 
 
@@ -208,7 +208,7 @@ def expected_flushes(steps: int, ratio: float, shortest: int, longest: int, miss
     return found
 
 
-ADAPTIVE: dict[str, Any] = {"update_interval": "auto", "max_update_interval": 6}
+ADAPTIVE: dict[str, Any] = {"update_interval": (None, 6)}
 LONGEST = replace(PLAN, interval=6)
 
 
@@ -216,7 +216,7 @@ LONGEST = replace(PLAN, interval=6)
 @pytest.mark.parametrize("ratio", [0.0, 0.7, 0.99, 1.0])
 @pytest.mark.parametrize("missing", [frozenset[int](), frozenset({3, 4, 11, 20, 21, 22, 23, 24, 25, 26})])
 def test_windows_flush_when_deferred_norm_has_grown(ratio: float, shortest: int, missing: frozenset[int]) -> None:
-    run = Run(LONGEST, **ADAPTIVE, auto_ratio=ratio, min_update_interval=shortest)
+    run = Run(LONGEST, update_interval=(shortest, 6), auto_ratio=ratio)
     run.device.score[: PLAN.k] = 1.0
     found = flushes_of(run, 60, missing=missing)
     assert found == expected_flushes(60, ratio, shortest, 6, missing)
@@ -233,7 +233,7 @@ def test_gradients_alone_decide_before_measurement() -> None:
     assert {b - a for a, b in pairwise(later)} == {6}
 
 
-@pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": "auto", "max_update_interval": 1}])
+@pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": (None, 1)}])
 def test_no_measurement_where_it_decides_nothing(options: dict[str, Any]) -> None:
     assert Run(**options).schedule.shortest_window == 1
 
@@ -257,7 +257,7 @@ def test_restored_schedule_decides_alike(position: int) -> None:
             done.append((flushed, None if wanted is None else wanted.tolist()))
         return done
 
-    options = {**ADAPTIVE, "auto_ratio": 0.9, "min_update_interval": 1}
+    options: dict[str, Any] = {"update_interval": (1, 6), "auto_ratio": 0.9}
     whole = go_on(Run(LONGEST, **options), 0)
     assert sum(wanted is not None for _, wanted in whole[position:]) >= 2
     first = Run(LONGEST, **options)
@@ -279,7 +279,7 @@ def test_restored_schedule_decides_alike(position: int) -> None:
 
 def test_late_unscale_is_read_two_steps_later() -> None:
     reads: list[int] = []
-    run, plain = (Run(LONGEST, **ADAPTIVE, auto_ratio=0.7, min_update_interval=1) for _ in range(2))
+    run, plain = (Run(LONGEST, update_interval=(1, 6), auto_ratio=0.7) for _ in range(2))
     for step in range(12):
 
         class Cell:

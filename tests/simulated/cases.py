@@ -45,30 +45,24 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
     "staleness": {**SELECTING, "update_interval": 2, "staleness": 1},
     "late every step": {**SELECTING, "update_interval": 1, "staleness": 1},
     "no overlap": {**SELECTING, "update_interval": 2, "overlap_step": False},
-    "summed": {**SELECTING, "update_interval": 3, "accumulate_on_device": True},
-    "int8": {**SELECTING, "update_interval": 2, "gradient_compression": "int8"},
-    "auto windows": {**SELECTING, "update_interval": "auto", "max_update_interval": 6, "min_update_interval": 1},
-    "reselect often": {**SELECTING, "update_interval": 1, "select_strategy": "step", "select_interval": 1},
+    "summed": {**SELECTING, "update_interval": 3, "gradient_transfer": "mean"},
+    "int8": {**SELECTING, "update_interval": 2, "gradient_transfer": "int8"},
+    "auto windows": {**SELECTING, "update_interval": (1, 6)},
+    "reselect often": {**SELECTING, "update_interval": 1, "select_interval": 1},
     "reselect stale": {
-        **SELECTING, "update_interval": 2, "select_strategy": "step", "select_interval": 2, "staleness": 1,
+        **SELECTING, "update_interval": 2, "select_interval": 2, "staleness": 1,
     },
     "warm-up": {**SELECTING, "update_interval": 4, "full_warm_up_rounds": 3},
     "zero_offload": {"policy": "zero_offload"},
     "twinflow": {"policy": "twinflow", "ratio": 0.5},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
-    "streamed in parts": {"policy": "deep_optimizer_states", "update_stride": 1, "sub_group_size": 1},
+    "streamed in parts": {"policy": "deep_optimizer_states", "update_stride": 1},
     "zenflow streamed": {**SELECTING, "update_stride": 2},
     "files": {"policy": "zero_infinity"},
     "zenflow files": {
-        **SELECTING, "update_interval": 2, "select_strategy": "step", "select_interval": 2, "offload_device": "nvme",
+        **SELECTING, "update_interval": 2, "select_interval": 2, "offload_device": "nvme",
     },
     "max_grad_norm": {**SELECTING, "update_interval": 2, "max_grad_norm": 0.05},
-    "one upload buffer": {**SELECTING, "update_interval": 1, "staging_bytes": 4096},
-    "shared": {**SELECTING, "shared_buffers": True},
-    "shared late": {
-        **SELECTING, "update_interval": 2, "staleness": 1, "select_strategy": "step", "select_interval": 2,
-        "shared_buffers": True,
-    },
 }  # fmt: skip
 """Options of the optimizer, by name: each takes other ways through the runtime."""
 
@@ -77,17 +71,15 @@ WEIGHT_SETS = {
     for name in (
         "exact", "windows", "staleness", "late every step", "no overlap", "summed", "int8", "reselect often",
         "reselect stale", "zero_offload", "twinflow", "files", "zenflow files", "max_grad_norm",
-        "one upload buffer", "shared",
     )
 } | {
     "weights resident": {"policy": "resident", "offload_weights": 1.0},
     **{
-        f"weights in {name}": {**OPTION_SETS[name], "offload_weights": 1.0, "offload_weights_device": "nvme"}
+        f"weights in {name}": {**OPTION_SETS[name], "offload_weights": 1.0, "offload_device": "nvme_all"}
         for name in ("files", "zenflow files")
     },
     "weights in stale files": {
-        **SELECTING, "update_interval": 2, "staleness": 1, "offload_device": "nvme", "offload_weights": 1.0,
-        "offload_weights_device": "nvme",
+        **SELECTING, "update_interval": 2, "staleness": 1, "offload_device": "nvme_all", "offload_weights": 1.0,
     },
 }  # fmt: skip
 """With weights in host memory or in files, which graphs load around their uses."""
@@ -100,10 +92,7 @@ STATE_SETS = {
         "zenflow files",
     )
 } | {
-    "bytes shared": {**OPTION_SETS["reselect stale"], **_ROUNDED, "shared_buffers": True},
-    "bytes shared in place": {
-        **OPTION_SETS["windows"], **_ROUNDED, "shared_buffers": True, "split_master": False, "state_dtype": "bf16",
-    },
+    "bytes in place": {**OPTION_SETS["windows"], **_ROUNDED, "split_master": False, "state_dtype": "bf16"},
     "bytes bf16": {**OPTION_SETS["reselect often"], **_ROUNDED, "state_dtype": "bf16"},
     "bytes of weights": {**OPTION_SETS["reselect stale"], **_ROUNDED, "offload_weights": 1.0},
     "bytes resident": {"policy": "resident", "state_dtype": "fp8"},
@@ -254,15 +243,13 @@ class Loop:
         options = {"min_offload_size": 100, **_ALL_SETS[case.options]}
         if "offload_weights" in options:
             host_weights.SMALLEST_WEIGHT_BYTES = 1
-        if case.model == "gpt" and "staging_bytes" in options:
-            options["staging_bytes"] = 12288  # its largest upload
         if options.get("policy", "zenflow") == "zenflow":
             options["device_share"] = 0.0
         self._folder = tempfile.TemporaryDirectory()
         if options.get("policy") == "zero_infinity" or "offload_device" in options:
             options["nvme_path"] = self._folder.name
             largest = max(each.numel() for each in self.model.parameters())
-            weights = whole_pages(4 * largest) if "offload_weights_device" in options else 0
+            weights = whole_pages(4 * largest) if options.get("offload_device") == "nvme_all" else 0
             options["host_window_bytes"] = 12 * largest + weights
         if case.ranks > 1:
             options["process_group"] = dist.group.WORLD if device.type == "cpu" else group_of_all()

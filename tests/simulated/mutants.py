@@ -105,7 +105,7 @@ MUTANTS = {
         "window = (job.flag and job.flag.raise_it()) or FlushedWindow(job,",
     ),
     "upload over one that is being merged": without(
-        LANE, "stream.wait_stream(streams.current())", Case("one upload buffer", delays="compute late"),
+        LANE, "stream.wait_stream(streams.current())", Case("exact", model="gpt", delays="compute late"),
         "stream.wait_stream(streams.current()) if self._name == 'D2H' else None",
     ),
     "block released while it is copied": Mutant(
@@ -141,10 +141,10 @@ MUTANTS = {
     ),
     "gradient over an update that no forward has read": without(
         PARAM + "IncomingGradient._send", "update.leave_buffer()",
-        Case("shared", "experts", delays="jobs late", values=False),
+        Case("windows", "experts", delays="jobs late", values=False),
     ),
     "gradient over an upload that is being copied": without(
-        LANE, "copy.wait_on_device()", Case("shared", "experts", delays="H2D late")
+        LANE, "copy.wait_on_device()", Case("windows", "experts", delays="H2D late")
     ),
     "one upload buffer for two windows": without(
         HOST + "next_upload", "(self._next_upload + 1) % len(self.uploads)",

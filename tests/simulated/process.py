@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -151,6 +152,7 @@ def _run_test(module: str, name: str, /, **keywords: Any) -> None:
     """Run the function under the decorator."""
     from tests.simulated.simulator import load_simulator
 
+    gc.collect()  # memory of a device that a test before left in a circle
     getattr(importlib.import_module(module), name).__wrapped__(simulator=load_simulator(), **keywords)
 
 

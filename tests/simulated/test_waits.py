@@ -25,7 +25,7 @@ def test_copy_waits_for_the_job_that_reads_its_target(simulator: Simulator) -> N
 
 @in_simulator
 def test_copy_waits_for_a_job_of_another_parameter(simulator: Simulator) -> None:
-    check_wait_for_reader(Case("shared"), simulator, of_sharer=True)
+    check_wait_for_reader(Case("windows"), simulator, of_sharer=True)
 
 
 def check_wait_for_reader(case: Case, simulator: Simulator, *, of_sharer: bool = False) -> None:

@@ -28,7 +28,7 @@ PLACEMENT: dict[str, Any] = {"topk_ratio": 0.25, "min_offload_size": 1, "device_
 EXACT: dict[str, Any] = {**PLACEMENT, "update_interval": 1}
 WINDOWED: dict[str, Any] = {**PLACEMENT, "update_interval": 4}
 ZERO_OFFLOAD: dict[str, Any] = {"policy": "zero_offload", "min_offload_size": 1}
-SUMMED: dict[str, Any] = {**WINDOWED, "accumulate_on_device": True, "full_warm_up_rounds": 100}
+SUMMED: dict[str, Any] = {**WINDOWED, "gradient_transfer": "mean", "full_warm_up_rounds": 100}
 
 INDUCTOR: dict[str, Any] = {"backend": "zenflow"}
 both_entries = pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)

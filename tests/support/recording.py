@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zenflow_compile.planning.partition import divide
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
+from zenflow_compile.planning.planners import divide
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.shard_hooks import Removable
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tests.support.recording import RecordingEngine
-from zenflow_compile.planning.offloaded_weights import OffloadedWeights
+from zenflow_compile.planning.weight_memory import OffloadedWeights
 from zenflow_compile.torch_internals.torch_private import outside_of_transforms
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-_EVERY_SECOND_STEP: dict[str, Any] = {"update_interval": 2, "select_strategy": "step", "select_interval": 2}
-_STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states", "sub_group_size": 1}
-_SUMMED: dict[str, Any] = {"accumulate_on_device": True}
-_COMPRESSED: dict[str, Any] = {"gradient_compression": "int8"}
+_EVERY_SECOND_STEP: dict[str, Any] = {"update_interval": 2, "select_interval": 2}
+_STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states"}
+_SUMMED: dict[str, Any] = {"gradient_transfer": "mean"}
+_COMPRESSED: dict[str, Any] = {"gradient_transfer": "int8"}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "resident": {"policy": "resident"},
@@ -18,12 +18,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.1},
     "windows": {"update_interval": 4},
     "reselecting": _EVERY_SECOND_STEP,
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6, "min_update_interval": 1},
+    "auto": {"update_interval": (1, 4), "auto_ratio": 0.6},
     "stale_windows": {"update_interval": 4, "staleness": 1},
-    "stale_every_step": {"update_interval": 1, "staleness": 1, "select_strategy": "step", "select_interval": 3},
+    "stale_every_step": {"update_interval": 1, "staleness": 1, "select_interval": 3},
     "streamed": {**_STREAMED, "update_stride": 1},
     "every_second_streamed": {**_STREAMED, "update_stride": 2, "ratio": 0.8},
-    "windows_and_streamed": {"update_stride": 2, "sub_group_size": 1, "update_interval": 2},
+    "windows_and_streamed": {"update_stride": 2, "update_interval": 2},
     "summed": {**_SUMMED, "update_interval": 2},
     "summed_clipped": {**_SUMMED, "max_grad_norm": 0.1},
     "summed_auto": {**_SUMMED, "update_interval": "auto", "auto_ratio": 0.6},

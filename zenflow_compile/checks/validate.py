@@ -1,4 +1,6 @@
-"""Checks values that users pass. Every error names the option, the value, the allowed values, and a remedy.
+"""Checks values that users pass, makes text printable, and finds the user's line.
+
+Every error of a check names the option, the value, the allowed values, and a remedy.
 
 A wrong type raises ``TypeError``, a wrong value ``ValueError``. A ``bool`` is not a number here; NaN is in no range.
 Numbers, also NumPy's, are returned as plain ``int`` and ``float``, which ``torch.load(weights_only=True)`` reads.
@@ -10,7 +12,9 @@ import difflib
 import math
 import numbers
 import os
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 LARGEST_INTEGER = 2**63 - 1
@@ -62,9 +66,9 @@ def check_positive(name: str, value: Any, *, remedy: str = "") -> float:
     return number
 
 
-def check_number(name: str, value: Any, at_least: float, at_most: float) -> float:
-    """``value`` as a float in [at_least, at_most]."""
-    number = _as_float(name, value, allowed := f"a number in [{at_least:g}, {at_most:g}]")
+def check_number(name: str, value: Any, at_least: float, at_most: float, *, remedy: str = "") -> float:
+    """``value`` as a float in [at_least, at_most]. ``remedy`` ends the message, with its own punctuation."""
+    number = _as_float(name, value, allowed := f"a number in [{at_least:g}, {at_most:g}]{remedy}")
     if not at_least <= number <= at_most:
         raise ValueError(f"{name}={shown(value)} must be {allowed}")
     return number
@@ -120,3 +124,30 @@ def shown(value: Any) -> str:
     except ValueError:  # Python refuses to print integers of thousands of digits
         return f"(an integer of {int(value).bit_length()} bits)"
     return text if len(text) <= 80 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def printable(text: object) -> str:
+    r"""Return ``str(text)`` on one line, with every character that is not printable as an escape.
+
+    Escape sequences of a terminal, C0 and C1 control characters, line breaks, bidirectional overrides and other
+    invisible characters become ``\x1b``, ``\n``, ``\u202e`` and so on. Letters of every script stay as they are.
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+def user_stacklevel() -> int:
+    """The ``stacklevel`` with which the caller's ``warnings.warn`` names the first line outside this package and torch.
+
+    It is no constant: options reach the compile backend through many frames of Dynamo.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "zenflow_compile"):
+            return level
+        frame = frame.f_back
+        level += 1
+    return 1

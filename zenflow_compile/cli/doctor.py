@@ -182,7 +182,7 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
     memory_bytes, memory_limit = available_host_memory()
     return MachineFindings(
         nodes=nodes,
-        workers=worker_count(len(cores), cpu_quota(), workers=None, reserved_share=None),
+        workers=worker_count(len(cores), cpu_quota()),
         cache_bytes=last_level_cache_bytes(),
         memory_bytes=memory_bytes,
         memory_limit=memory_limit,
@@ -203,7 +203,7 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
 
 def _rank_share(rank: LocalRanks, cores: Sequence[Core], memory_bytes: int) -> RankShare:
     part = rank.cores(cores)
-    workers = worker_count(len(part), cpu_quota(), workers=None, reserved_share=None)
+    workers = worker_count(len(part), cpu_quota())
     return RankShare([core.logical for core in part], workers, memory_bytes // rank.size)
 
 

@@ -6,7 +6,11 @@ Commands are imported when they are called: ``plan`` needs no torch, which takes
 from __future__ import annotations
 
 import argparse
+import string
 from collections.abc import Sequence
+from typing import Any
+
+from zenflow_compile.options.options import FLAGS, OPTIONS
 
 _ROUNDS = 5
 _TOKENS = 8192
@@ -57,9 +61,6 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     hardware.add_argument("--hardware", help="a named machine, such as h200, or measured: this machine")
     hardware.add_argument("--doctor-json", metavar="FILE", help="the output of doctor --json on the machine")
     parser.add_argument(
-        "--nvme-path", metavar="DIR", help="directory for state in files; measured with --hardware measured"
-    )
-    parser.add_argument(
         "--flops",
         type=float,
         metavar="F",
@@ -84,48 +85,11 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute", action="store_true", help="recompute activations in the backward (checkpoint every layer)"
     )
     parser.add_argument("--policy", default="auto", help="auto (all policies, and the fastest that fits) or one policy")
-    parser.add_argument(
-        "--fill-device",
-        action="store_true",
-        default=None,
-        help="policy auto: as many resident parameters as fit (no more than a step needs to be as fast)",
-    )
-    parser.add_argument(
-        "--topk-ratio", type=float, metavar="R", help="share of the columns that is selected, in [0, 1]"
-    )
-    parser.add_argument("--update-interval", type=int, metavar="S", help="steps per update window, at least 1")
-    parser.add_argument("--staleness", type=int, metavar="N", help="0 or 1")
-    parser.add_argument("--ratio", type=float, metavar="R", help="share of the state off the device, in [0, 1]")
-    parser.add_argument(
-        "--update-stride",
-        type=_update_stride,
-        metavar="K",
-        help='stream every K-th subgroup through the device; "auto": by the performance model',
-    )
-    parser.add_argument("--sub-group-size", type=int, metavar="N", help="elements of a subgroup")
-    parser.add_argument(
-        "--device-share", type=float, metavar="R", help="share of all parameters that stays resident, in [0, 1]"
-    )
-    parser.add_argument("--state-dtype", choices=("fp32", "bf16", "fp8"), help="how moments are stored")
-    parser.add_argument(
-        "--split-master", action="store_true", default=None, help="bf16 weights complete the host's masters"
-    )
-    parser.add_argument(
-        "--shared-buffers", action="store_true", default=None, help="gradient buffers share host memory"
-    )
-    parser.add_argument(
-        "--offload-weights",
-        type=_weights,
-        metavar="B",
-        help="keep weights in host memory, too: device memory for them, as 8GB, or the share that leaves the device, "
-        "as 0.5 or 1.0",
-    )
-    parser.add_argument(
-        "--gradient-accumulation-steps", type=int, metavar="N", help="micro-batches that the tokens of a step come in"
-    )
-    parser.add_argument(
-        "--max-grad-norm", type=float, metavar="X", help="clip gradients: updates wait for the whole backward"
-    )
+    for name, text in FLAGS.items():
+        read: dict[str, Any] = {"metavar": "X", "type": str if name == "nvme_path" else _value}
+        if OPTIONS[name].default is False and name != "offload_weights":
+            read = {"action": "store_true"}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=text, **read)
     parser.add_argument(
         "--frontier",
         action="store_true",
@@ -147,41 +111,23 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _update_stride(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'update_stride={text!r} must be an integer >= 1 or "auto"') from None
-
-
 def _memory(text: str) -> float:
     """Bytes, with or without a unit."""
-    number, unit = _parts(text)
+    size = _value(text)
+    if isinstance(size, str):
+        raise argparse.ArgumentTypeError(f"{text!r} must be bytes, as 24GB, 24GiB or 2.4e10")
+    return float(size)
+
+
+def _value(text: str) -> int | float | str:
+    """The value of an option: an integer, a number with a decimal point, bytes with a unit, or the text itself."""
+    number = text.rstrip(string.ascii_letters + " ")
     try:
-        return float(number) * _UNITS[unit or "B"]
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} must be bytes, as 24GB, 24GiB or 2.4e10") from None
-
-
-def _parts(text: str) -> tuple[str, str]:
-    """A number and its unit in capitals."""
-    number, unit = text, ""
-    while number and not number[-1].isdigit() and number[-1] != ".":
-        number, unit = number[:-1], number[-1] + unit
-    return number, unit.strip().upper()
-
-
-def _weights(text: str) -> int | float:
-    """Bytes, with or without a unit, or a share, which has a decimal point."""
-    number, unit = _parts(text)
-    try:
-        if not unit:
-            return float(number) if "." in number else int(number)
-        return int(float(number) * _UNITS[unit])
+        if unit := text[len(number) :].strip().upper():
+            return int(float(number) * _UNITS[unit])
+        return int(number) if number.strip("+-").isdigit() else float(number)
     except (KeyError, ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"offload_weights={text!r} must be bytes, as 8GB, 8GiB or 8000000000, or a share in (0, 1], as 0.5"
-        ) from None
+        return text
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from zenflow_compile.checks.printable import printable
-from zenflow_compile.checks.validate import check_positive
+from zenflow_compile.checks.validate import check_positive, printable
 from zenflow_compile.cli.plan_report import (
     bytes_table,
     check_plots,
@@ -23,19 +22,13 @@ from zenflow_compile.cli.plan_report import (
     print_prediction,
     write_svg,
 )
-from zenflow_compile.options.options import Options
+from zenflow_compile.options.options import FLAGS, Options
 from zenflow_compile.performance import hardware, models
 from zenflow_compile.performance.hardware import Hardware, hardware_of
 from zenflow_compile.prediction.forecast import Combination, Scenario, bytes_per_parameter, explain
 from zenflow_compile.prediction.predict import Prediction, predict, scenario_of, timeline
 from zenflow_compile.prediction.search import fit, frontier
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
-
-_OPTIONS = (
-    "fill_device", "topk_ratio", "update_interval", "staleness", "ratio", "update_stride", "sub_group_size",
-    "max_grad_norm", "nvme_path", "device_share", "state_dtype", "split_master", "shared_buffers", "offload_weights",
-    "gradient_accumulation_steps",
-)  # fmt: skip
 
 _SCENARIO = ("tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens")
 
@@ -128,7 +121,7 @@ def _print_json(found: Mapping[str, Any]) -> None:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``ZenFlowAdamW`` that were given."""
-    return {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
+    return {name: value for name, value in vars(options).items() if name in FLAGS and value is not None}
 
 
 def _scenario(options: argparse.Namespace, model: str | Path | float, hardware: Hardware) -> Scenario:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import printable
 from zenflow_compile.performance.traffic import Sharing
 from zenflow_compile.prediction.forecast import GRADIENTS, SOME_DISK, STATE, Combination, Forecast, Scenario, changed
 from zenflow_compile.prediction.predict import Prediction
@@ -73,7 +73,7 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
     """Time and traffic, a row per policy."""
     table = made_table(
         "Predicted time",
-        "After a policy: its ratio, update_stride (none: nothing is streamed), GB of spare_device_bytes. Host: time in "
+        "After a policy: its ratio, update_stride (none: nothing is streamed), GB of device_share. Host: time in "
         "which its workers update, all at the same time. Moves: traffic in model sizes per step, streamed state "
         "and loaded weights included.",
     )
@@ -166,14 +166,12 @@ def bytes_table(title: str, combinations: Sequence[Combination]) -> Table:
     table = made_table(
         f"Bytes per parameter with {title}",
         f"Host / device{' / disk' if on_disk else ''}: of the device without weights and activations. Columns: "
-        "gradients as they are, as int8 (gradient_compression), or summed on the device (accumulate_on_device); "
-        "shared: with shared_buffers. -: these do not go together.",
+        "gradient_transfer. -: these do not go together.",
     )
     table.add_column("state", no_wrap=True)
     ways = [way for way in GRADIENTS if any(way.items() <= each.options.items() for each in combinations)]
     for way in ways:
-        name = "int8" if "gradient_compression" in way else "summed" if "accumulate_on_device" in way else "plain"
-        table.add_column(f"{name}, shared" if way["shared_buffers"] else name, justify="right")
+        table.add_column(way["gradient_transfer"], justify="right")
     found = {tuple(each.options.items()): each for each in combinations}
     for state in STATE:
         cells = []

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from zenflow_compile.checks.printable import printable
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import printable, user_stacklevel
 from zenflow_compile.torch_internals import torch_private
 
 SOURCES = Path(__file__).parent

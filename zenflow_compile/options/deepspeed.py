@@ -8,9 +8,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from zenflow_compile.checks.printable import printable
-from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.checks.validate import unknown_option
+from zenflow_compile.checks.validate import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_ratio,
+    printable,
+    unknown_option,
+    user_stacklevel,
+)
 
 ZENFLOW_OPTIONS = (
     "topk_ratio",
@@ -24,7 +30,7 @@ ZENFLOW_OPTIONS = (
     "pt_reserved_cores_perc",
     "steps_per_epoch",
 )
-"""Keys of DeepSpeed's ``zenflow`` block, which are options of the same names here."""
+"""Keys of DeepSpeed's ``zenflow`` block."""
 
 _TAKES_AUTO = ("select_strategy", "select_interval", "update_interval")
 _ADAM_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
@@ -45,9 +51,9 @@ _WITHOUT_EFFECT = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
 def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
     """Read a DeepSpeed configuration as keywords for ``ZenFlowAdamW``.
 
-    It reads ``zero_optimization.zenflow``, ``offload_optimizer``, ``offload_param``, ``sub_group_size``,
-    ``optimizer``, ``gradient_clipping``, ``gradient_accumulation_steps`` and ``communication_data_type``; one warning
-    names everything else. Without a ``zenflow`` block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or
+    It reads ``zero_optimization.zenflow``, ``offload_optimizer``, ``offload_param``, ``optimizer``,
+    ``gradient_clipping``, ``gradient_accumulation_steps`` and ``communication_data_type``; one warning names everything
+    else. Without a ``zenflow`` block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or
     twinflow if its ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the
     block, ``"nvme"`` is state in files. ``offload_param`` on ``"cpu"`` or ``"nvme"`` is ``offload_weights=1.0`` there.
 
@@ -67,7 +73,8 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
         TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is not a JSON
             object.
         ValueError: not valid JSON, a duplicate key, an optimizer other than Adam, an unknown device for optimizer
-            state or weights, two directories for files, or ``"auto"`` where a number is needed.
+            state or weights, two directories for files, a ``select_interval`` without a unit or in epochs of an unknown
+            length, ``offload`` of selected columns, or ``"auto"`` where a number is needed.
     """
     config, where = _load_json(source)
     zero = _block(config, "zero_optimization", where)
@@ -76,11 +83,7 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
     weights = _block(zero, "offload_param", where)
     found = _read_offload(zero, offload, where)
     found |= _read_offload_param(weights, found, where)
-    for name, value in zenflow.items():
-        if name not in ZENFLOW_OPTIONS:
-            raise unknown_option(name, ZENFLOW_OPTIONS, where=f" in the zenflow block of {where}")
-        if value != "auto" or name in _TAKES_AUTO:
-            found[name] = value
+    found |= _read_zenflow(zenflow, f"the zenflow block of {where}", keywords)
     ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
     ignored += [
         f"zero_optimization.{block}.{name}"
@@ -98,6 +101,8 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
     if (dtype := config.get("communication_data_type")) not in _BLANK:
         found["communication_data_type"] = dtype
     sentences = []
+    if zero.get("sub_group_size") not in _BLANK:
+        sentences.append("sub_group_size is not read: update_stride decides the size of subgroups")
     if clipping == "auto" and "max_grad_norm" not in keywords:
         sentences.append('gradient_clipping is "auto" and nothing filled it in: gradients are not clipped unless '
                          "max_grad_norm is passed")  # fmt: skip
@@ -141,9 +146,48 @@ def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: st
         found["policy"] = {"cpu": "zero_offload", "nvme": "zero_infinity"}.get(str(device), "resident")
     if device == "nvme" and offload.get("nvme_path") not in _BLANK:
         found["nvme_path"] = offload["nvme_path"]
-    if (elements := zero.get("sub_group_size")) not in _BLANK:
-        whole = isinstance(elements, float) and elements.is_integer()  # "1e9" is a float in JSON
-        found["sub_group_size"] = int(elements) if whole else elements
+    return found
+
+
+def _read_zenflow(zenflow: Mapping[str, Any], where: str, filled_in: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the ``zenflow`` block.
+
+    Args:
+        filled_in: keywords that override those of the block.
+    """
+    for name in zenflow:
+        if name not in ZENFLOW_OPTIONS:
+            raise unknown_option(name, ZENFLOW_OPTIONS, where=f" in {where}")
+    found = {name: value for name, value in zenflow.items() if value != "auto" or name in _TAKES_AUTO}
+    if check_flag("offload", found.pop("offload", False)):
+        raise ValueError(
+            f"offload=True in {where} (state of the selected columns off the device) is not supported in this version; "
+            "use offload=false with a smaller topk_ratio and device_share=0, or leave the block out"
+        )
+    if (reserved := found.pop("pt_reserved_cores_perc", None)) is not None:
+        found["workers"] = 1.0 - check_ratio("pt_reserved_cores_perc", reserved)
+    strategy = check_choice("select_strategy", found.pop("select_strategy", "auto"), ("auto", "step", "epoch"))
+    interval, steps = found.get("select_interval", "auto"), found.pop("steps_per_epoch", None)
+    if "select_interval" in filled_in or (strategy == "auto" and interval == "auto"):
+        return found
+    if strategy == "auto":
+        raise ValueError(
+            f'select_interval={interval!r} in {where} has no unit under select_strategy="auto"; write "step" or '
+            '"epoch" there, or pass select_interval= in steps'
+        )
+    if interval == "auto":
+        raise ValueError(
+            f'select_interval="auto" in {where} under select_strategy="{strategy}" must be an integer >= 1; write '
+            'one, or select_strategy="auto"'
+        )
+    if strategy == "epoch":
+        if steps is None:
+            raise ValueError(
+                f'steps_per_epoch is missing in {where} under select_strategy="epoch"; write it, or pass '
+                f"select_interval= in steps, as in select_interval={interval} * len(loader)"
+            )
+        epochs = check_integer("select_interval", interval, 1)
+        found["select_interval"] = epochs * check_integer("steps_per_epoch", steps, 1)
     return found
 
 
@@ -163,7 +207,7 @@ def _read_offload_param(weights: Mapping[str, Any], found: Mapping[str, Any], wh
         return {}
     offloaded: dict[str, Any] = {"offload_weights": 1.0}
     if device == "nvme":
-        offloaded["offload_weights_device"] = "nvme"
+        offloaded["offload_device"] = "nvme_all"
         if (path := weights.get("nvme_path")) not in _BLANK:
             if found.get("nvme_path", path) != path:
                 raise ValueError(

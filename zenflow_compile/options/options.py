@@ -1,15 +1,19 @@
 """The options of ``ZenFlowAdamW``, checked before anything is allocated.
 
+Each is declared once: its default, its check, the policies that read it, and its flag of ``zenflow-compile plan``.
 Options that DeepSpeed also has keep its names and their documented meaning; docs/options.md says, option by option,
 where the behavior differs and why. Numbers that steer convergence name the study they come from.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from zenflow_compile.checks.validate import (
@@ -17,18 +21,53 @@ from zenflow_compile.checks.validate import (
     check_cores,
     check_flag,
     check_integer,
+    check_number,
     check_positive,
     check_ratio,
     unknown_option,
+    user_stacklevel,
 )
 
 POLICIES = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity", "auto")
-OFFLOAD_DEVICES = ("cpu", "nvme")
+OFFLOAD_DEVICES = ("cpu", "nvme", "nvme_all")
+
+_ZENFLOW = ("zenflow",)
+_ZENFLOW_IN_FILES = 'zenflow with offload_device="nvme"'
+_WITH_FILES = ("zero_infinity", _ZENFLOW_IN_FILES)
+_OFFLOADING = tuple(policy for policy in POLICIES if policy not in ("resident", "auto"))
+
+INSTEAD: Mapping[str, str] = {
+    "accumulate_on_device": 'pass gradient_transfer="mean"',
+    "device_memory_bytes": (
+        'offload_weights="auto" uses what is free; call torch.cuda.set_per_process_memory_fraction() first to let this '
+        "process use less, or pass offload_weights an integer of bytes"
+    ),
+    "host_kernel": "leave it out: host updates are native code, which needs a C++ compiler",
+    "fill_device": 'pass device_share="fill"',
+    "gradient_compression": 'pass gradient_transfer="int8"',
+    "max_update_interval": "pass update_interval=(shortest, longest), or (None, longest) to have the shortest measured",
+    "min_update_interval": "pass update_interval=(shortest, longest)",
+    "offload": 'pass a smaller topk_ratio with device_share=0, or policy="zero_offload"',
+    "offload_weights_device": 'pass offload_device="nvme_all" for weights in files, and "cpu" or "nvme" otherwise',
+    "pt_reserved_cores_perc": "pass workers=1.0 - share, the share of the cores that run host updates, as a float",
+    "select_strategy": 'pass select_interval alone: a number of steps, or "auto"',
+    "shared_buffers": 'leave it out: gradient buffers share host memory unless update_interval is "auto" or bounds',
+    "spare_device_bytes": "pass device_share an integer of bytes for the state of all resident parameters",
+    "staging_bytes": "leave it out: uploads pass through three buffers of the largest one's size",
+    "steps_per_epoch": "pass select_interval in steps: epochs * steps_per_epoch",
+    "sub_group_size": "leave it out: update_stride decides the size of subgroups",
+    "weight_grad_order": 'pass weight_grad_bytes="auto", or bytes, to reorder the backward, and 0 not to',
+    "worker_cores": "pass the list of cores as workers",
+}
+"""What to do instead of passing an option that earlier versions had."""
 
 AUTO_SELECT_INTERVAL = 16
 """Fewest steps between re-selections under ``select_interval="auto"``, which only drift brings about. From the same
 study: with an averaged score, more often than every 16 to 64 steps gains nothing, and selecting only once costs +19%
 from scratch (2 seeds)."""
+
+AUTO_UPDATE_INTERVAL = (None, 4)
+"""The bounds of ``update_interval="auto"``."""
 
 ADAM_KEYWORDS = (
     "lr",
@@ -49,18 +88,34 @@ LONGEST_UPDATE_INTERVAL = 64
 100 s for 256. The longest window that the convergence study found useful has 8 steps."""
 
 
-def _option(default: Any, check: Callable[[str, Any], Any], *, unless: tuple[Any, ...] = ()) -> Any:
-    """A field whose value is replaced by ``check(name, value)``, except for the values ``unless``."""
-    return field(default=default, metadata={"check": check, "unless": unless})
+def _option(
+    default: Any,
+    check: Callable[[str, Any], Any],
+    *,
+    also: tuple[Any, ...] = (),
+    read_by: tuple[str, ...] = POLICIES,
+    flag: str | None = None,
+) -> Any:
+    """Declare an option.
+
+    Args:
+        check: ``check(name, value)`` replaces every value but those of ``also``, and a default without a number.
+        read_by: the policies that read it. ``"auto"`` may choose any of them.
+        flag: the help of its flag of ``zenflow-compile plan``; None: it has none.
+    """
+    unchecked = (*also, default) if default is None or isinstance(default, str) else also
+    return field(default=default, metadata={"check": check, "unchecked": unchecked, "read_by": read_by, "flag": flag})
 
 
-def _choice(default: str | None, *allowed: str, unless: tuple[Any, ...] = ()) -> Any:
-    return _option(default, partial(check_choice, allowed=allowed), unless=unless)
+def _choice(default: str | None, *allowed: str, **declared: Any) -> Any:
+    return _option(default, partial(check_choice, allowed=allowed), **declared)
 
 
-def _integer(default: Any, at_least: int, at_most: int | None = None, *, unless: tuple[Any, ...] = ()) -> Any:
-    remedy = "" if not unless else ' or "auto"' if "auto" in unless else " or None"
-    return _option(default, partial(check_integer, at_least=at_least, at_most=at_most, remedy=remedy), unless=unless)
+def _integer(default: Any, at_least: int, **declared: Any) -> Any:
+    remedy = " or None" if default is None else ""
+    if "auto" in (default, *declared.get("also", ())):
+        remedy = ' or "auto"'
+    return _option(default, partial(check_integer, at_least=at_least, remedy=remedy), **declared)
 
 
 def _check_path(name: str, value: Any) -> Any:
@@ -71,22 +126,45 @@ def _check_path(name: str, value: Any) -> Any:
     return value
 
 
+def _check_update_interval(name: str, value: Any) -> int | tuple[int | None, int]:
+    """A length, or the bounds of lengths that gradient values decide."""
+    if not isinstance(value, (tuple, list)):
+        return check_integer(name, value, 1, LONGEST_UPDATE_INTERVAL, remedy=', "auto", or its (shortest, longest)')
+    if len(value) != 2:
+        raise ValueError(f"{name}={value!r} must be two numbers of steps, (shortest, longest)")
+    longest = check_integer(f"{name}[1]", value[1], 1, LONGEST_UPDATE_INTERVAL)
+    remedy = ": no more than the longest window; None measures it"
+    return None if value[0] is None else check_integer(f"{name}[0]", value[0], 1, longest, remedy=remedy), longest
+
+
+def _check_workers(name: str, value: Any) -> int | float | tuple[int, ...]:
+    """Threads, a share of the cores, or cores."""
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        return check_ratio(name, value)
+    if isinstance(value, (tuple, list, range, set, frozenset)):
+        return check_cores(name, value)
+    return check_integer(name, value, 1, remedy=", a share of the cores in [0.0, 1.0], a list of cores, or None")
+
+
+def _check_device_share(name: str, value: Any) -> int | float:
+    """A share, or bytes."""
+    if isinstance(value, Integral) and int(value) > 1:
+        return check_integer(name, value, 2)
+    return check_number(name, value, 0.0, 1.0, remedy=', an integer of bytes, or "fill"')
+
+
 def _check_weights(name: str, value: Any) -> float | Literal[False, "auto"]:
     """False, "auto", a byte budget, or a share."""
     if value is False:
         return False
-    if value == "auto":
-        return "auto"
+    allowed = (
+        f'{name}={value!r} must be False, "auto", an integer of bytes >= 1, or a number in (0, 1]: pass the device '
+        "memory that loaded weights may take, or the share of them that leaves the device"
+    )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f'{name}={value!r} must be False, "auto", an integer of bytes, or a number in (0, 1]: pass the device '
-            "memory that loaded weights may take, or the share of them that leaves the device"
-        )
+        raise TypeError(allowed)
     if value <= 0 or (isinstance(value, float) and not value <= 1.0):
-        raise ValueError(
-            f'{name}={value!r} must be False, "auto", an integer of bytes >= 1, or a number in (0, 1]: pass the device '
-            "memory that loaded weights may take, or the share of them that leaves the device"
-        )
+        raise ValueError(allowed)
     return value
 
 
@@ -107,25 +185,18 @@ class Options:
             shortest predicted step of those that fit this machine when the optimizer is made.
         tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step. Only
             ``policy="auto"`` reads it, and needs it to predict the time of a step and the memory of activations.
-        fill_device: Under ``policy="auto"``, keep as many parameters resident as the device has memory for, so that the
-            host does the least work. False: no more of them than a step needs to be as fast.
         topk_ratio: Share, in [0, 1], of the columns (or rows) of each large parameter that the device updates
             at every step. 0 defers everything, 1 nothing.
-        select_strategy: Unit of ``select_interval``: ``"step"``, ``"epoch"`` (needs ``steps_per_epoch``), or
-            ``"auto"``, which chooses unit and number.
-        select_interval: Steps or epochs between re-selections, >= 1; an integer needs strategy ``"step"`` or
-            ``"epoch"``. A parameter re-selects at the first flush of its update window at or after that many steps.
-            ``"auto"``: when its selection has drifted, after 16 steps at the earliest.
+        select_interval: Steps between re-selections, >= 1, and at least ``update_interval``. A parameter re-selects at
+            the first flush of its update window at or after that many steps. ``"auto"``: when its selection has
+            drifted, after 16 steps at the earliest.
         update_interval: Length S of the update window in steps, in [1, 64]: deferred gradients are collected for S
-            steps and applied once. 1 is exact AdamW. ``"auto"`` adapts to gradient values, from 2 to
-            ``max_update_interval``, and not below ``min_update_interval``.
-        max_update_interval: Longest update window in steps, in [1, 64], under ``update_interval="auto"``. Source of its
-            default: this project's convergence study (docs/options.md, "Where the defaults come from"): a small GPT
+            steps and applied once. 1 is exact AdamW. Bounds ``(shortest, longest)`` adapt it to gradient values; None
+            as the shortest derives it from the host's measured rate and the time of the first step that compiles
+            nothing: it may differ between runs, and is saved in the state. ``"auto"``: ``(None, 4)``. Source of that
+            4: this project's convergence study (docs/options.md, "Where the defaults come from"): a small GPT
             trained from scratch ends +1.3% above AdamW's validation loss at 4 (3 seeds) and +7.6% or more at 8 (1
             seed).
-        min_update_interval: Shortest update window in steps, in [1, ``max_update_interval``], under
-            ``update_interval="auto"``. None: from the host's measured rate and the time of the first step that compiles
-            nothing. It may differ between runs, and is saved in the state.
         full_warm_up_rounds: Steps at the start, >= 0, in which every update window is flushed at once: synchronous,
             exact AdamW. Cover the learning-rate warm-up with it when training from scratch.
         total_steps: Steps, >= 1, after which training ends: the last one flushes every update window, so that a model
@@ -137,31 +208,28 @@ class Options:
         staleness: Whole steps, 0 or 1, by which a flushed window's update may be applied late. 1 gives the host
             one more step to finish; it costs +9 to +19% validation loss from scratch and +0.3% in low-rate
             fine-tuning.
-        offload: Keep the state of the selected columns off the device too. Not in this version.
-        auto_ratio: Threshold, in [0, 1], of ``update_interval="auto"``: a window is flushed when the norm of its
-            deferred gradients reaches this share of the average norm of the selected ones.
-        pt_reserved_cores_perc: Share, in [0, 1], of the physical cores left to PyTorch; the others, at least one,
-            run host updates. None leaves it two cores, and one for each DataLoader worker process that is alive when
-            the optimizer is made. Ignored where ``workers`` or ``worker_cores`` is given.
-        workers: Threads that run host updates, >= 1, at most one per physical core that this process may use; None
-            derives them from ``pt_reserved_cores_perc``.
-        worker_cores: Logical cores that workers are pinned to, one worker each. None takes physical cores that this
-            process may use and that have the fewest workers of its other optimizers, the last ones first.
-        steps_per_epoch: Steps in one epoch, >= 1, for strategy ``"epoch"``.
+        auto_ratio: Threshold, in [0, 1], of adaptive update windows: one is flushed when the norm of its deferred
+            gradients reaches this share of the average norm of the selected ones.
+        workers: Threads that run host updates. An integer: so many, at most one per physical core that this process may
+            use. A float: the share, in [0, 1], of these cores that run one each, at least one. A list: the logical
+            cores that they are pinned to, one each. None leaves PyTorch two cores, and one for each DataLoader worker
+            process that is alive when the optimizer is made. But for a list, workers run on the physical cores with the
+            fewest workers of this process's other optimizers, the last ones first.
         max_grad_norm: Bound, > 0, on the global gradient norm over device and host; None does not clip.
         gradient_accumulation_steps: Backwards per step, >= 1, if it is always the same number: gradients are then split
             and copied in the last of them. None: any number, and gradients are final at ``step()``.
         communication_data_type: Dtype in which ranks average gradients, ``"fp32"`` or ``"bf16"``; None: each gradient's
             own. Without ``process_group`` nothing is sent.
-        device_share: Share, in [0, 1], of all parameters that stay resident: first block, embeddings and head, in this
-            order, as far as they fit. 0 keeps none of them.
-        spare_device_bytes: Memory of each device, in bytes, for the optimizer state of further resident parameters, in
-            forward order: they are updated at every step, and the host has less to do.
+        device_share: Parameters that stay resident: first block, embeddings and head, in this order, since late updates
+            harm them most. A number in [0, 1]: as far as they fit into this share of all parameters. An integer above
+            1: bytes of each device for their state; then come the others in forward order. ``"fill"``, under
+            ``policy="auto"``: as many as the device has memory for, so that the host does the least work; other values
+            are the least there, and no more stay than a step needs to be as fast.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, are resident, with fp32 state.
-        accumulate_on_device: Sum the gradients of an update window on the device, which takes 4 bytes per deferred
-            element there, and copy their mean once per window. Another rule: one step on that mean (docs/options.md).
-        gradient_compression: ``"int8"`` sends deferred gradients as one byte per element with a scale per slice, and
-            adds the rounding error to the next step's gradient; None sends them in the model's dtype.
+        gradient_transfer: What the host gets of an update window. ``"each"``: every gradient, in the model's dtype.
+            ``"mean"``: their mean, once; they are summed on the device, which takes 4 bytes per deferred element there.
+            Another rule: one step on that mean (docs/options.md). ``"int8"``: every gradient as one byte per element
+            with a scale per slice; the rounding error is added to the next step's gradient.
         state_dtype: How both moments are stored, on the host and on the device: ``"fp32"``; ``"bf16"``, rounded at
             random, so that the mean of the error is zero, with bits that depend on the values and the step alone; or
             ``"fp8"``, the same in 8 bits with a scale per block of 32 elements (docs/guide/state.md).
@@ -170,108 +238,78 @@ class Options:
             stored one fp32 ulp lower. Parameters that are not bf16 keep fp32 masters.
         ratio: Share, in [0, 1], of the optimizer state that policies ``"twinflow"`` and ``"deep_optimizer_states"``
             keep off the device (DeepSpeed's ``offload_optimizer.ratio``).
-        sub_group_size: Elements, >= 1, of the groups of whole parameters that ``update_stride`` counts. None: 100
-            million, or a ``4 * update_stride``-th of the elements on the host, if that is less.
         update_stride: One of this many subgroups, >= 1, is updated on the device, with state that is streamed there
-            and back: 1 updates all of them there, 2 every other one. ``"auto"``: from the performance model, with rates
-            that are measured once, before the first step. None: no streaming, and ``"auto"`` under policy
-            ``"deep_optimizer_states"``.
-        offload_device: ``"nvme"`` keeps the host's state in files under ``nvme_path``, ``"cpu"`` in memory. Policy
-            ``"zero_infinity"`` always keeps it in files.
+            and back: 1 updates all of them there, 2 every other one. Subgroups are whole parameters of 100 million
+            elements together, or of a ``4 * update_stride``-th of those on the host, if that is less. ``"auto"``: from
+            the performance model, with rates that are measured once, before the first step. None: no streaming, and
+            ``"auto"`` under policy ``"deep_optimizer_states"``.
+        offload_device: ``"nvme"`` keeps the host's state in files under ``nvme_path``, ``"nvme_all"`` the weights of
+            ``offload_weights``, too, ``"cpu"`` both in memory. Policy ``"zero_infinity"`` always keeps state in files.
         nvme_path: Directory for these files, which are as large as the fp32 state; ``close()`` removes them.
         host_window_bytes: Host memory, in bytes, that caches state in files; at least the state of the largest
             parameter's deferred part. None: twice that, and 64 MiB at least. With weights in files, it caches these,
             too: at least the largest one more; None: four times that more, and 64 MiB at least.
-        staging_bytes: Device memory, in bytes, that uploads pass through; at least the largest parameter's deferred
-            slices. More than all uploads that can be in flight is not allocated. None: three times that minimum.
-        weight_grad_order: Order of the backward. ``"asap"`` computes every weight gradient as soon as possible;
-            ``"forward"`` computes those of the first layers last, in the order in which the next forward needs them,
-            which gives the host more time for them.
-        weight_grad_bytes: Device memory, in bytes, for inputs and output gradients that ``"forward"`` keeps longer; it
-            limits the number of layers. None: a quarter of the free memory.
-        shared_buffers: Gradient buffers that are in use in different steps share host memory, and the host writes new
-            weights over gradients that it has used: 17 instead of 22 bytes of host memory per deferred element in bf16,
-            and the same numbers. Not with ``update_interval="auto"``, whose steps are not known beforehand.
+        weight_grad_bytes: Device memory, in bytes, for the inputs and output gradients of weight gradients that are
+            computed later: those of the first layers last, in the order in which the next forward needs them, which
+            gives the host more time for them. 0 computes each as soon as possible. ``"auto"``: a quarter of the memory
+            that is free when a graph is compiled. Only without an optimizer object, and without clipping.
         offload_weights: Keep large weights in host memory, too, and load each one around its uses in compiled graphs.
             An integer: bytes of device memory that loaded weights may take, at least the largest weight. A number in
             (0, 1]: the share of these weights' bytes that leaves the device, as far as operators allow. ``"auto"``: as
             many stay as fit besides the peak of a step, which is measured. ``False``: all weights stay.
-        offload_weights_device: Where ``offload_weights`` keeps weights: ``"cpu"`` in host memory; ``"nvme"`` in files
-            under ``nvme_path``, behind a part of ``host_window_bytes``, if their state is in files, too.
-        device_memory_bytes: Device memory, in bytes, that this process may use. Only ``offload_weights="auto"`` reads
-            it. None: what is free when the engine is built, plus what PyTorch has reserved.
     """
 
     policy: str = _choice("zenflow", *POLICIES)
-    tokens_per_step: int | None = _integer(None, 1, unless=(None,))
-    fill_device: bool = _option(False, check_flag)
-    topk_ratio: float = _option(0.1, check_ratio)
-    select_strategy: str = _choice("auto", "auto", "step", "epoch")
-    select_interval: int | Literal["auto"] = _integer("auto", 1, unless=("auto",))
-    update_interval: int | Literal["auto"] = _integer(4, 1, LONGEST_UPDATE_INTERVAL, unless=("auto",))
-    max_update_interval: int = _integer(4, 1, LONGEST_UPDATE_INTERVAL)
-    min_update_interval: int | None = None  # its range depends on ``max_update_interval``
-    full_warm_up_rounds: int = _integer(0, 0)
-    total_steps: int | None = _integer(None, 1, unless=(None,))
-    overlap_step: bool = _option(True, check_flag)
-    staleness: int = _integer(0, 0, 1)
-    offload: bool = _option(False, check_flag)
-    auto_ratio: float = _option(0.99, check_ratio)
-    pt_reserved_cores_perc: float | None = _option(None, check_ratio, unless=(None,))
-    workers: int | None = _integer(None, 1, unless=(None,))
-    worker_cores: tuple[int, ...] | None = _option(None, check_cores, unless=(None,))
-    steps_per_epoch: int | None = _integer(None, 1, unless=(None,))
-    max_grad_norm: float | None = _option(
-        None, partial(check_positive, remedy="; None turns clipping off"), unless=(None,)
+    tokens_per_step: int | None = _integer(None, 1, read_by=("auto",))
+    topk_ratio: float = _option(0.1, check_ratio, read_by=_ZENFLOW, flag="share of columns that is selected, in [0, 1]")
+    select_interval: int | Literal["auto"] = _integer("auto", 1, read_by=_ZENFLOW)
+    update_interval: int | tuple[int | None, int] | Literal["auto"] = _option(
+        4, _check_update_interval, also=("auto",), read_by=_ZENFLOW, flag="steps per update window, at least 1"
     )
-    gradient_accumulation_steps: int | None = _integer(None, 1, unless=(None,))
-    communication_data_type: str | None = _choice(None, "fp32", "bf16", unless=(None,))
-    device_share: float = _option(0.25, check_ratio)
-    spare_device_bytes: int = _integer(0, 0)
+    full_warm_up_rounds: int = _integer(0, 0, read_by=_ZENFLOW)
+    total_steps: int | None = _integer(None, 1, read_by=_ZENFLOW)
+    overlap_step: bool = _option(True, check_flag)
+    staleness: int = _option(0, partial(check_integer, at_least=0, at_most=1), read_by=_ZENFLOW, flag="0 or 1")
+    auto_ratio: float = _option(0.99, check_ratio, read_by=_ZENFLOW)
+    workers: int | float | tuple[int, ...] | None = _option(None, _check_workers)
+    max_grad_norm: float | None = _option(
+        None, partial(check_positive, remedy="; None turns clipping off"), flag="clip gradients: updates wait for all"
+    )
+    gradient_accumulation_steps: int | None = _integer(None, 1, flag="micro-batches that the tokens of a step come in")
+    communication_data_type: str | None = _choice(None, "fp32", "bf16")
+    device_share: int | float | Literal["fill"] = _option(
+        0.25, _check_device_share, also=("fill",), read_by=_ZENFLOW, flag="resident share, bytes of state, or fill"
+    )
     min_offload_size: int = _integer(4096, 0)
-    accumulate_on_device: bool = _option(False, check_flag)
-    gradient_compression: str | None = _choice(None, "int8", unless=(None,))
-    state_dtype: str = _choice("fp32", "fp32", "bf16", "fp8")
-    split_master: bool = _option(False, check_flag)
-    ratio: float = _option(1.0, check_ratio)
-    sub_group_size: int | None = _integer(None, 1, unless=(None,))
-    update_stride: int | Literal["auto"] | None = _integer(None, 1, unless=("auto", None))
-    offload_device: str = _choice("cpu", *OFFLOAD_DEVICES)
-    nvme_path: str | None = _option(None, _check_path, unless=(None,))
-    host_window_bytes: int | None = _integer(None, 1, unless=(None,))
-    staging_bytes: int | None = _integer(None, 1, unless=(None,))
-    weight_grad_order: str = _choice("asap", "asap", "forward")
-    weight_grad_bytes: int | None = _integer(None, 0, unless=(None,))
-    shared_buffers: bool = _option(False, check_flag)
-    offload_weights: float | Literal[False, "auto"] = _option(False, _check_weights)
-    offload_weights_device: str = _choice("cpu", *OFFLOAD_DEVICES)
-    device_memory_bytes: int | None = _integer(None, 1, unless=(None,))
+    gradient_transfer: str = _choice("each", "each", "mean", "int8", read_by=_ZENFLOW)
+    state_dtype: str = _choice("fp32", "fp32", "bf16", "fp8", flag="how moments are stored: fp32, bf16 or fp8")
+    split_master: bool = _option(False, check_flag, read_by=_OFFLOADING, flag="bf16 weights complete masters")
+    ratio: float = _option(
+        1.0, check_ratio, read_by=("twinflow", "deep_optimizer_states"), flag="share of state off the device, in [0, 1]"
+    )
+    update_stride: int | Literal["auto"] | None = _integer(
+        None, 1, also=("auto",), read_by=("deep_optimizer_states", "zenflow"), flag="stream one of so many subgroups"
+    )
+    offload_device: str = _choice("cpu", *OFFLOAD_DEVICES, read_by=("zero_infinity", "zenflow"))
+    nvme_path: str | None = _option(
+        None, _check_path, read_by=_WITH_FILES, flag="directory of state in files, measured with --hardware measured"
+    )
+    host_window_bytes: int | None = _integer(None, 1, read_by=_WITH_FILES)
+    weight_grad_bytes: int | Literal["auto"] = _integer(0, 0, also=("auto",), read_by=_OFFLOADING)
+    offload_weights: float | Literal[False, "auto"] = _option(
+        False, _check_weights, also=("auto",), flag="device memory for loaded weights, or their share that leaves"
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if "check" in each.metadata and value not in each.metadata["unless"]:
+            if value not in each.metadata["unchecked"]:
                 object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
-        if self.min_update_interval is not None:
-            longest = self.max_update_interval
-            remedy = f": no more than max_update_interval={longest}; None measures it"
-            shortest = check_integer("min_update_interval", self.min_update_interval, 1, longest, remedy=remedy)
-            object.__setattr__(self, "min_update_interval", shortest)
-        if self.workers is not None and self.worker_cores is not None and self.workers != len(self.worker_cores):
-            raise ValueError(
-                f"workers={self.workers} and worker_cores={list(self.worker_cores)} disagree: one worker runs on each "
-                "core of the list; give one of the two"
-            )
         self._check_files()
         if self.offload_weights is not False and self.policy in ("deep_optimizer_states", "auto"):
             raise ValueError(
                 f"offload_weights={self.offload_weights!r} under policy={self.policy!r} is not supported in this "
                 "version; choose another policy, or offload_weights=False"
-            )
-        if self.device_memory_bytes is not None and self.offload_weights != "auto":
-            raise ValueError(
-                f"device_memory_bytes={self.device_memory_bytes} has no effect with offload_weights="
-                f'{self.offload_weights!r}; pass offload_weights="auto", or leave device_memory_bytes at None'
             )
         if self.policy == "auto" and self.tokens_per_step is None:
             raise ValueError(
@@ -279,87 +317,46 @@ class Options:
                 "fastest; pass the tokens (or rows) that the device trains on per step, as in "
                 "tokens_per_step=batch_size * sequence_length"
             )
-        if self.policy in ("zenflow", "auto"):  # "auto" may choose zenflow
-            self._check_zenflow()
+        # Adaptive windows may be flushed at every step: no select_interval is too short for them.
+        if (
+            self.policy in ("zenflow", "auto")
+            and isinstance(self.select_interval, int)
+            and isinstance(self.update_interval, int)
+            and self.select_interval < self.update_interval
+        ):
+            raise ValueError(
+                f"select_interval={self.select_interval} must be at least update_interval={self.update_interval}: a "
+                "parameter re-selects only when its window is flushed; raise select_interval or lower update_interval"
+            )
 
     def _check_files(self) -> None:
         """State in files needs a policy that reads files, and a directory. Weights in files need state in files."""
-        if self.offload_device == "nvme" and self.policy not in ("zenflow", "zero_infinity"):
+        if self.offload_device != "cpu" and self.policy not in ("zenflow", "zero_infinity"):
             raise ValueError(
-                f'offload_device="nvme" under policy={self.policy!r} is not supported: state in files goes with '
-                '"zero_infinity" and "zenflow"; choose one of these, or offload_device="cpu" ("auto" may choose files '
-                "wherever nvme_path is given)"
+                f'offload_device="{self.offload_device}" under policy={self.policy!r} is not supported: state in files '
+                'goes with "zero_infinity" and "zenflow"; choose one of these, or offload_device="cpu" ("auto" may '
+                "choose files wherever nvme_path is given)"
             )
         if self.in_files and self.nvme_path is None:
             raise ValueError(
                 "nvme_path=None must be a directory on a local disk for the optimizer state in files; pass "
                 "its path, or choose a policy that keeps state in memory"
             )
-        if self.offload_weights_device == "nvme" and self.offload_weights is False:
+        if self.weights_in_files and self.offload_weights is False:
             raise ValueError(
-                'offload_weights_device="nvme" has no effect with offload_weights=False, which keeps all weights on '
-                'the device; pass offload_weights=1.0, bytes, or "auto", or leave offload_weights_device at "cpu"'
+                'offload_device="nvme_all" has no effect with offload_weights=False, which keeps all weights on '
+                'the device; pass offload_weights=1.0, bytes, or "auto", or offload_device="nvme"'
             )
-        if self.offload_weights_device == "nvme" and not self.in_files:
+        if self.weights_in_files and self.split_master:
             raise ValueError(
-                f'offload_weights_device="nvme" under policy={self.policy!r} with state in memory is not supported: '
-                'weights are in files where their state is, which is larger; choose policy="zero_infinity", or '
-                'offload_device="nvme" with "zenflow", or offload_weights_device="cpu"'
-            )
-        if self.offload_weights_device == "nvme" and self.split_master:
-            raise ValueError(
-                'split_master=True with offload_weights_device="nvme" is not supported: weights that complete masters '
+                'split_master=True with offload_device="nvme_all" is not supported: weights that complete masters '
                 'must be in memory; pass split_master=False (state_dtype="bf16" or "fp8" takes less, too), or '
-                'offload_weights_device="cpu"'
-            )
-
-    def _check_zenflow(self) -> None:
-        """Rules between options that the other policies ignore."""
-        if self.offload:
-            raise ValueError(
-                "offload=True (state of the selected columns off the device) is not supported in this "
-                "version; use offload=False with a smaller topk_ratio and device_share=0, or "
-                'policy="zero_offload", which keeps the state of every large parameter on the host'
-            )
-        if self.shared_buffers and self.update_interval == "auto":
-            raise ValueError(
-                'shared_buffers=True with update_interval="auto" is not supported: gradients decide there in which '
-                "steps a buffer is in use; pass an integer as update_interval, or shared_buffers=False"
-            )
-        if self.accumulate_on_device and self.gradient_compression is not None:
-            raise ValueError(
-                f"gradient_compression={self.gradient_compression!r} with accumulate_on_device=True would round a sum "
-                "of several steps at once; choose one of the two"
-            )
-        if self.select_strategy == "auto":
-            if self.select_interval != "auto":
-                raise ValueError(
-                    f'select_interval={self.select_interval} has no unit under select_strategy="auto"; pass '
-                    'select_strategy="step" or "epoch", or leave select_interval="auto"'
-                )
-            return
-        if self.select_interval == "auto":
-            raise ValueError(
-                f'select_interval="auto" under select_strategy="{self.select_strategy}" must be an integer '
-                '>= 1; pass one, or select_strategy="auto" to have both chosen'
-            )
-        if self.select_strategy == "epoch" and self.steps_per_epoch is None:
-            raise ValueError(
-                'steps_per_epoch=None under select_strategy="epoch" must be an integer >= 1; pass it, as in '
-                'steps_per_epoch=len(loader), or use select_strategy="step"'
-            )
-        # update_interval="auto" may flush an update window at every step: no select_interval is too short for it.
-        steps = self.resolved_select_interval()
-        if self.update_interval != "auto" and steps < self.update_interval:
-            raise ValueError(
-                f"select_interval={self.select_interval} ({steps} steps) must be at least update_interval="
-                f"{self.update_interval}: a parameter re-selects only when its window is flushed; raise "
-                "select_interval or lower update_interval"
+                'offload_device="nvme"'
             )
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Options:
-        """``Options(**keywords)``; the error for an unknown name suggests the nearest valid one.
+        """``Options(**keywords)``; the error for an unknown name says what to pass instead, or suggests the nearest.
 
         Raises:
             TypeError: an unknown name, or a value of the wrong type.
@@ -367,25 +364,44 @@ class Options:
         """
         for name in keywords:
             if name not in OPTION_NAMES:
-                raise unknown_option(name, (*OPTION_NAMES, *ADAM_KEYWORDS))
+                raise no_option(name, (*OPTION_NAMES, *ADAM_KEYWORDS))
         return cls(**keywords)
 
     @property
-    def longest_window(self) -> int:
-        """Longest update window in steps, which sizes host memory: the bound under ``"auto"``, 1 without deferral."""
+    def window_bounds(self) -> tuple[int | None, int]:
+        """Shortest and longest update window in steps; None as the shortest: it is measured."""
         if self.policy != "zenflow":
-            return 1
-        return self.max_update_interval if self.update_interval == "auto" else self.update_interval
+            return 1, 1
+        if isinstance(self.update_interval, int):
+            return self.update_interval, self.update_interval
+        return AUTO_UPDATE_INTERVAL if self.update_interval == "auto" else self.update_interval
+
+    @property
+    def longest_window(self) -> int:
+        """Longest update window in steps, which sizes host memory."""
+        return self.window_bounds[1]
 
     @property
     def adaptive(self) -> bool:
         """Whether gradient values decide when update windows are flushed."""
-        return self.policy == "zenflow" and self.update_interval == "auto"
+        return self.policy == "zenflow" and not isinstance(self.update_interval, int)
 
     @property
     def in_files(self) -> bool:
         """Whether the host's state lives in files."""
-        return self.policy == "zero_infinity" or self.offload_device == "nvme"
+        return self.policy == "zero_infinity" or self.offload_device != "cpu"
+
+    @property
+    def weights_in_files(self) -> bool:
+        """Whether offloaded weights live in files."""
+        return self.offload_device == "nvme_all"
+
+    def threads(self, cores: int) -> int | None:
+        """Workers that the option asks for where there are so many physical cores; None leaves them to the machine."""
+        if isinstance(self.workers, float):
+            # Rounded first: 0.1 * 10 must be one core, whatever the last bit of the product.
+            return max(1, math.floor(round(self.workers * cores, 6)))
+        return len(self.workers) if isinstance(self.workers, tuple) else self.workers
 
     @property
     def stride(self) -> int | None:
@@ -419,9 +435,51 @@ class Options:
         """
         if self.select_interval == "auto":
             return max(AUTO_SELECT_INTERVAL, update_interval or self.longest_window)
-        if self.select_strategy == "epoch" and self.steps_per_epoch is not None:
-            return self.select_interval * self.steps_per_epoch
         return self.select_interval
 
+    @property
+    def unread(self) -> list[str]:
+        """Names of the options that the policy does not read and that are not at their defaults.
 
-OPTION_NAMES: tuple[str, ...] = tuple(each.name for each in fields(Options))
+        Empty under ``policy="auto"``, which may choose any policy.
+        """
+        reader = _ZENFLOW_IN_FILES if self.policy == "zenflow" and self.in_files else self.policy
+        return [
+            each.name
+            for each in fields(self)
+            if self.policy != "auto"
+            and not {reader, self.policy} & {*each.metadata["read_by"]}
+            and getattr(self, each.name) != each.default
+        ]
+
+    def warn_of_unread(self) -> None:
+        """Warn, once, of the ``unread`` options, with the policies that read them."""
+        if named := [f"{name} (read by {readers(name)})" for name in self.unread]:
+            warnings.warn(
+                f"policy={self.policy!r} does not read {', '.join(named)}: leave them out, or choose a policy "
+                "that reads them",
+                UserWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+
+OPTIONS: Mapping[str, Field[Any]] = {each.name: each for each in fields(Options)}
+"""The declaration of each option."""
+
+OPTION_NAMES = tuple(OPTIONS)
+
+FLAGS = {name: each.metadata["flag"] for name, each in OPTIONS.items() if each.metadata["flag"] is not None}
+"""The help of each option that ``zenflow-compile plan`` has a flag for."""
+
+
+def readers(name: str) -> str:
+    """The policies that read an option, as text: ``"all"``, or their names."""
+    read_by = OPTIONS[name].metadata["read_by"]
+    return "all" if read_by == POLICIES else ", ".join(read_by)
+
+
+def no_option(name: object, valid: tuple[str, ...]) -> TypeError:
+    """The error for an option that does not exist: says what took the place of one that is gone."""
+    if name in INSTEAD:
+        return TypeError(f"unknown option {name!r}: {INSTEAD[str(name)]}")
+    return unknown_option(name, valid)

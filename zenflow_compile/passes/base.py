@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zenflow_compile.planning.offloaded_weights import OffloadedWeights
 from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.planning.weight_memory import OffloadedWeights
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from zenflow_compile.passes.base import PassContext, Phase, begin_weights, insert
-from zenflow_compile.planning.weight_schedule import GraphLoads, schedule_weights
+from zenflow_compile.planning.weight_memory import GraphLoads, schedule_weights
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
 

@@ -36,7 +36,6 @@ def needs_of(
     devices: int,
     tokens: int,
     recompute: bool,
-    staging_bytes: int | None = None,
 ) -> MemoryNeeds:
     """The memory that training with ``plan`` takes.
 
@@ -46,7 +45,6 @@ def needs_of(
         devices: of the node; each has all weights and an equal share of the optimizer state.
         tokens: per device and step; they decide activations, which are an estimate.
         recompute: activations are computed again in the backward, and only each layer's input is kept.
-        staging_bytes: the option, of each device.
     """
     host_state = sum(param.host_state_bytes for param in plan.params)
     return MemoryNeeds(
@@ -56,7 +54,7 @@ def needs_of(
             "gradients": _gradients(plan, devices),
             "activations": activation_bytes(model, tokens=-(-tokens // plan.micro_batches), recompute=recompute),
             "optimizer state": plan.device_bytes // devices,
-            "rings and buffers": _device_buffers(plan, devices, staging_bytes) // devices + plan.exchange_bytes,
+            "rings and buffers": _device_buffers(plan) // devices + plan.exchange_bytes,
             "selection": SLICE_BYTES * sum(param.slices for param in plan.params if param.offloaded) // devices,
         },
         host={
@@ -100,22 +98,16 @@ def _gradients(plan: Plan, devices: int) -> int:
     return kept // devices + largest
 
 
-def _device_buffers(plan: Plan, devices: int, staging_bytes: int | None) -> int:
+def _device_buffers(plan: Plan) -> int:
     """Rings of gradients, of uploads and loads, and buffers for streamed state, of all devices together.
 
     Pending gradients use no ring.
     """
     offloaded = [param for param in plan.params if param.offloaded and param.deferred]
     gradients = GRADIENT_RING * max((param.upload_bytes for param in offloaded if not param.keeps_gradient), default=0)
-    largest = largest_staged_bytes(plan)
-    buffers = UPLOAD_RING
-    if plan.weights is not None:
-        buffers = plan.weights.staging_buffers
-    elif staging_bytes is not None and largest:
-        uploads = sum(param.uploads for param in offloaded)  # each takes one buffer at most
-        buffers = min(max(1, staging_bytes * devices // largest), uploads)
+    uploads = UPLOAD_RING * largest_staged_bytes(plan)
     streamed = [sum(param.whole_state_bytes for param in group) for group in plan.streamed_subgroups.values()]
-    return gradients + buffers * largest + min(STREAM_BUFFERS, len(streamed)) * max(streamed, default=0)
+    return gradients + uploads + min(STREAM_BUFFERS, len(streamed)) * max(streamed, default=0)
 
 
 def largest_staged_bytes(plan: Plan) -> int:

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zenflow_compile.checks.printable import printable
-from zenflow_compile.checks.validate import check_flag, check_integer, nearest
+from zenflow_compile.checks.validate import check_flag, check_integer, nearest, printable
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.planners import ParamSpec

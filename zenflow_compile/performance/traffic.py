@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from zenflow_compile.planning.partition import divide
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.planners import divide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

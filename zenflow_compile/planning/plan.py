@@ -32,8 +32,7 @@ GRADIENT_RING = 2
 the host while the next gradient is split into the other."""
 
 UPLOAD_RING = 3
-"""Buffers of the device's ring of new weights, unless ``Options.staging_bytes`` is given: one is merged while two are
-copied."""
+"""Buffers of the device's ring of new weights: one is merged while two are copied."""
 
 STREAM_BUFFERS = 3
 """Device buffers for streamed state: one subgroup is copied in, one is updated, one is written back."""

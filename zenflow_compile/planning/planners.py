@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
-from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import printable
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import parts_without_slack
-from zenflow_compile.planning.partition import ShardedBy, divide, shard_of
-from zenflow_compile.planning.plan import QUANTIZATION_BLOCK, ParamPlan, Placement, Plan
+from zenflow_compile.planning.plan import QUANTIZATION_BLOCK, FlatShare, ParamPlan, Placement, Plan, Shard, Share
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +24,39 @@ if TYPE_CHECKING:
 OFFLOADABLE_DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
 
 LARGEST_SUB_GROUP = 100_000_000
-"""Most elements of a subgroup if ``sub_group_size`` is None: those of Deep Optimizer States (arXiv 2410.21316)."""
+"""Most elements of a subgroup: those of Deep Optimizer States (arXiv 2410.21316)."""
 
 STRIDES = 4
 """A smaller model is divided into this many times ``update_stride`` subgroups, as far as its parameters allow."""
 
+_LEAST_SLICES = 2
+"""A rank with fewer slices could not select one and defer another one."""
+
 _Plans = Sequence[ParamPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedBy:
+    """How a parameter is sharded: in chunks of equal size along one dimension, the last ones smaller or empty.
+
+    Attributes:
+        dim: the dimension.
+        rank: of this process among ``ranks``.
+    """
+
+    dim: int
+    rank: int
+    ranks: int
+
+    def part(self, size: int, rank: int | None = None) -> range:
+        """The indices along the dimension, of ``size``, that a rank has, by default this one."""
+        chunk = -(-size // self.ranks)
+        number = self.rank if rank is None else rank
+        return range(min(number * chunk, size), min((number + 1) * chunk, size))
+
+    def leaves_slices(self, shape: tuple[int, ...]) -> bool:
+        """Whether each rank has slices of a parameter of this shape, so that its state may be divided by them."""
+        return self.dim < 2 and len(self.part(shape[self.dim], self.ranks - 1)) >= _LEAST_SLICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +115,8 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """Plan further parameters; the parameters of ``plan`` keep their placement and phase.
 
     Raises:
-        ValueError: no planner has the name of the policy, or a parameter cannot have ``state_dtype`` or
-            ``split_master``.
+        ValueError: no planner has the name of the policy, ``device_share`` is still ``"fill"``, or a parameter cannot
+            have ``state_dtype`` or ``split_master``.
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
@@ -99,7 +126,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     new = _PLANNERS[options.policy](resident, on_host, options)
     subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
     new = _with_streaming(new, resident, subgroups, options)
-    if options.offload_weights_device == "nvme":
+    if options.weights_in_files:
         new = [replace(param, weight_in_file=param.in_file) for param in new]
     existing = [param.whole for param in plan.params]
     planned = [
@@ -149,10 +176,8 @@ def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Opt
     """Group the offloaded parameters into subgroups, numbered from ``subgroup`` on; stream every ``stride``-th."""
     if options.stride is None:
         return plans
-    size = options.sub_group_size
-    if size is None:
-        counted = sum(plan.numel for plan in plans if plan.offloaded and not plan.fixed)
-        size = min(LARGEST_SUB_GROUP, counted // (STRIDES * options.stride))
+    counted = sum(plan.numel for plan in plans if plan.offloaded and not plan.fixed)
+    size = min(LARGEST_SUB_GROUP, counted // (STRIDES * options.stride))
     elements = 0
     grouped = list(plans)
     for offset, plan in enumerate(plans):
@@ -205,10 +230,10 @@ def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans
                 interval=options.longest_window,
                 staleness=options.staleness,
                 blocking=not options.overlap_step,
-                in_file=options.offload_device == "nvme" and k < plan.slices,
+                in_file=options.in_files and k < plan.slices,
                 # An update window of one step has nothing to sum.
-                summed=options.accumulate_on_device and options.longest_window > 1,
-                compressed=options.gradient_compression is not None,
+                summed=options.gradient_transfer == "mean" and options.longest_window > 1,
+                compressed=options.gradient_transfer == "int8",
             )
         )
     return plans
@@ -271,22 +296,32 @@ def _offloadable(spec: ParamSpec, options: Options) -> bool:
     )
 
 
+def resident_order(plans: Sequence[ParamPlan]) -> list[int]:
+    """Indices of the offloaded ``plans`` in the order in which ``device_share`` in bytes keeps parameters resident.
+
+    Those that suffer most from rare updates come first, then the others in forward order.
+    """
+    without_slack = chain.from_iterable(sorted(part) for part in parts_without_slack([plan.shape for plan in plans]))
+    return [index for index in dict.fromkeys((*without_slack, *range(len(plans)))) if plans[index].offloaded]
+
+
 def _kept_resident(resident: _Plans, on_host: _Plans, options: Options) -> set[int]:
-    """Indices of resident parameters: those without slack, then others in forward order, as memory allows."""
-    kept = _without_slack(on_host, options.device_share)
-    spare = options.spare_device_bytes
-    for index, plan in enumerate(on_host):
-        if index not in kept and plan.offloaded:
-            spare -= resident[index].whole_state_bytes
-            if spare < 0:
-                break
-            kept.add(index)
-    return kept
+    """Indices of resident parameters: those that ``device_share`` has memory for."""
+    if options.device_share == "fill":
+        raise ValueError(
+            f'device_share="fill" under policy={options.policy!r} is not supported: only policy="auto" predicts the '
+            "memory that a step takes; choose it, or pass a share in [0, 1], or an integer of bytes"
+        )
+    if isinstance(options.device_share, float):
+        return _without_slack(on_host, options.device_share)
+    order = resident_order(on_host)
+    taken = accumulate(resident[index].whole_state_bytes for index in order)
+    return {index for index, size in zip(order, taken, strict=True) if size <= options.device_share}
 
 
-def _without_slack(plans: _Plans, device_share: float) -> set[int]:
-    """The parameters that suffer most from rare updates, as far as they fit in ``device_share`` of all elements."""
-    budget = device_share * sum(plan.numel for plan in plans)
+def _without_slack(plans: _Plans, share: float) -> set[int]:
+    """The parameters that suffer most from rare updates, as far as they fit in a share of all elements."""
+    budget = share * sum(plan.numel for plan in plans)
     kept: set[int] = set()
     for part in parts_without_slack([plan.shape for plan in plans]):
         size = sum(plans[index].numel for index in part)
@@ -319,7 +354,7 @@ def _with_phases(existing: _Plans, new: _Plans) -> _Plans:
 
 def _with_shared_buffers(plans: _Plans, options: Options) -> _Plans:
     """Let the gradient buffers of new parameters share memory, and new weights replace gradients."""
-    if not options.shared_buffers:
+    if options.adaptive:  # gradients decide in which steps a buffer is in use
         return plans
     # A weight in host memory stays in its upload buffer, and so does one that completes a split master. A compressed
     # gradient is smaller than the weights.
@@ -335,3 +370,69 @@ def _with_shared_buffers(plans: _Plans, options: Options) -> _Plans:
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:
     for step in range(phase, len(load), plan.interval):
         load[step] += plan.upload_bytes
+
+
+# [Note: parts of a parameter]
+# Divides offloaded parameters by slices, and streamed ones by elements, among the ranks of a process group.
+#
+# Rank ``r`` updates the part ``r % parts`` of a parameter: every ``parts``-th slice. Slices are selected in groups,
+# slice ``i`` in group ``i % groups``, and a part consists of whole groups. So a rank selects its slices without
+# communication, and all ranks together select the slices that one device would select.
+#
+# Nothing is selected in a streamed parameter: each rank has the state of consecutive elements, which one kernel
+# updates.
+#
+# A model may be sharded already (FSDP2). Then each rank has consecutive rows or columns of a parameter, and updates
+# them. A row of a matrix that is sharded by rows belongs to one rank, which selects among its own. Of a column each
+# rank has a part: norms are added up over ranks, and all of them select the same columns.
+
+
+def shard_of(whole: ParamPlan, by: ShardedBy) -> ParamPlan:
+    """The plan of the part that this rank has of a sharded parameter."""
+    own = by.part(whole.shape[by.dim])
+    shape = (*whole.shape[: by.dim], len(own), *whole.shape[by.dim + 1 :])
+    divides = whole.offloaded and by.dim == whole.dim
+    shard = Shard(whole=whole, divides_slices=divides, counted=divides or by.rank == 0, ranks=by.ranks)
+    if not whole.offloaded:
+        return replace(whole, shape=shape, shard=shard)
+    inner = math.prod(whole.shape[by.dim + 1 :]) if by.dim == 1 else 1  # columns of the 2-D view for each index
+    if not divides:
+        return replace(whole, shape=shape, length=len(own) * inner, shard=shard)
+    slices, all_slices = len(own) * inner, whole.slices
+    k = -(-whole.k * own.stop * inner // all_slices) - -(-whole.k * own.start * inner // all_slices)
+    if whole.selects:
+        k = min(max(k, 1), slices - 1)
+    return replace(whole, shape=shape, slices=slices, k=k, shard=shard)
+
+
+def divide(plan: Plan) -> Plan:
+    """Replace each parameter of ``plan`` that is divided by its share of ``plan.rank``; shares stay as they are."""
+    if plan.ranks == 1:
+        return plan
+    return replace(plan, params=tuple(_share_of(param, plan.rank, plan.ranks) for param in plan.params))
+
+
+def parts_of(whole: ParamPlan, ranks: int) -> int:
+    """Number of parts that a parameter is divided into; with fewer parts than ranks, several ranks have the same one.
+
+    That is so where the number of ranks does not divide the groups of slices: small parameters, and numbers of ranks
+    that are no power of two. These ranks make the same updates.
+    """
+    most = whole.groups if whole.selects else whole.slices
+    if whole.selects:
+        return math.gcd(ranks, most)
+    return max(parts for parts in range(1, ranks + 1) if ranks % parts == 0 and parts <= most)
+
+
+def _share_of(whole: ParamPlan, rank: int, ranks: int) -> ParamPlan:
+    if whole is not whole.whole:  # a share already
+        return whole
+    if whole.streamed and whole.numel >= ranks**2:  # the last rank has some elements then
+        flat = FlatShare(whole=whole, rank=rank, ranks=ranks)
+        elements = min(flat.most_elements, whole.numel - rank * flat.most_elements)
+        return replace(whole, shape=(elements,), flat=flat)
+    if not whole.offloaded:
+        return whole
+    share = Share(whole=whole, rank=rank, ranks=ranks, parts=parts_of(whole, ranks))
+    slices, k = share.count(whole.slices), share.count(whole.k)
+    return replace(whole, shape=(slices, whole.length), dim=0, slices=slices, k=k, share=share)

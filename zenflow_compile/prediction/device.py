@@ -44,7 +44,7 @@ class SimulatedDevice:
         self.work = work
         self.weights = WeightLoads(work, first_step, self._is_final)
         files = FileTurns(work, backward=not final_at_step)
-        self.machine = Lanes(hardware, workers, files, self.weights, work.staging_buffers)
+        self.machine = Lanes(hardware, workers, files, self.weights)
         self.step_ends: dict[int, float] = {}
         self._hardware = hardware
         self._final_at_step = final_at_step

@@ -9,7 +9,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.options.unread import reads, unread
 from zenflow_compile.performance.equations import (
     ACTIVATIONS,
     RECOMPUTED_ACTIVATIONS,
@@ -22,19 +21,18 @@ from zenflow_compile.performance.equations import (
     update_stride,
 )
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
-from zenflow_compile.performance.memory import MemoryNeeds, activation_values, largest_staged_bytes, needs_of
+from zenflow_compile.performance.memory import MemoryNeeds, activation_values, needs_of
 from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from zenflow_compile.planning.offloaded_weights import weight_budget
-from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, STATE_BYTES, UPLOAD_RING, Plan, moment_bytes
+from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, STATE_BYTES, Plan, moment_bytes
 from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
 from zenflow_compile.planning.weight_memory import (
-    FEWEST_STAGING_BUFFERS,
     WeightMemory,
     divide_budget,
     offloadable_weights,
     reloaded_weights,
+    weight_budget,
 )
 from zenflow_compile.prediction.simulate import SteadyStep, steady_step
 
@@ -209,14 +207,14 @@ class Forecast:
 
     @property
     def title(self) -> str:
-        """The label with ``ratio``, ``update_stride`` and spare GB, where not the default: ``twinflow 0.5``."""
+        """The label with ``ratio``, ``update_stride`` and GB of residents, where not the default: ``twinflow 0.5``."""
         settings = []
         if self.policy in ("twinflow", "deep_optimizer_states") and "ratio" in self.options:
             settings.append(f"{self.options['ratio']:g}")
         if self.policy in ("zenflow", "deep_optimizer_states") and "update_stride" in self.options:
             settings.append(str(self.options["update_stride"]) if self.state else "none")
-        if self.policy == "zenflow" and "spare_device_bytes" in self.options:
-            settings.append(f"{self.options['spare_device_bytes'] / 1e9:.3g} GB")
+        if self.policy == "zenflow" and isinstance(share := self.options.get("device_share"), int):
+            settings.append(f"{share / 1e9:.3g} GB")
         return " ".join([self.label, ", ".join(settings)]).rstrip()
 
 
@@ -224,12 +222,12 @@ def departures(options: Options) -> dict[str, str]:
     """How deferred columns differ from AdamW's, each with the option that makes them equal; empty if they do not."""
     if options.policy != "zenflow":
         return _rounding(options)
-    most = "up to " if options.update_interval == "auto" else ""
+    most = "up to " if options.adaptive else ""
     window = f"once per update window of {most}{options.longest_window} steps"
     found = (
         (options.longest_window > 1, window, "update_interval=1"),
         (options.staleness > 0, "a step late", "staleness=0"),
-        (options.gradient_compression is not None, "by rounded gradients", "gradient_compression=None"),
+        (options.gradient_transfer == "int8", "by rounded gradients", 'gradient_transfer="each"'),
     )
     return {how: remedy for departs, how, remedy in found if departs} | _rounding(options)
 
@@ -239,13 +237,15 @@ def _rounding(options: Options) -> dict[str, str]:
 
 
 def node_plan(options: Options, scenario: Scenario) -> Plan:
-    """The plan of all devices together: each of them has ``spare_device_bytes`` for its share.
+    """The plan of all devices together: each of them has the bytes of ``device_share`` for its share.
 
     Raises:
         ValueError: ``offload_weights`` has no space for the weights that must be on the device at a time.
     """
-    spare = options.spare_device_bytes * scenario.hardware.devices
-    plan = make_plan(scenario.model.params, replace(options, spare_device_bytes=spare))
+    share = options.device_share
+    if isinstance(share, int):
+        options = replace(options, device_share=share * scenario.hardware.devices)
+    plan = make_plan(scenario.model.params, options)
     weights = _weight_memory(plan, options, scenario)
     return replace(plan, weights=weights, micro_batches=micro_batches(options))
 
@@ -264,11 +264,7 @@ def _weight_memory(plan: Plan, options: Options, scenario: Scenario) -> WeightMe
     budget = weight_budget(options.offload_weights, named)
     offloaded, ring = divide_budget(budget, shapes, sizes)
     reloaded = reloaded_weights(shapes, sizes, offloaded, ring) if scenario.recompute else frozenset[int]()
-    weights = WeightMemory(offloaded=offloaded, reloaded=reloaded, ring_bytes=ring, staging_buffers=UPLOAD_RING)
-    largest = largest_staged_bytes(replace(plan, weights=weights))
-    if options.staging_bytes is None or not largest:
-        return weights
-    return replace(weights, staging_buffers=max(FEWEST_STAGING_BUFFERS, options.staging_bytes // largest))
+    return WeightMemory(offloaded=offloaded, reloaded=reloaded, ring_bytes=ring)
 
 
 def needs(options: Options, scenario: Scenario) -> MemoryNeeds:
@@ -283,7 +279,6 @@ def _needs(plan: Plan, options: Options, scenario: Scenario) -> MemoryNeeds:
         devices=scenario.hardware.devices,
         tokens=scenario.tokens,
         recompute=scenario.recompute,
-        staging_bytes=options.staging_bytes,
     )
 
 
@@ -301,14 +296,14 @@ def forecast(options: Options, scenario: Scenario) -> Forecast:
         tokens=scenario.tokens,
         final_at_step=scenario.final_at_step(options),
         recompute=scenario.recompute,
-        workers=options.workers,
+        workers=options.threads(hardware.cores // hardware.devices),
     )
     needed = _needs(plan, options, scenario)
     size = plan.model_bytes / hardware.devices or 1.0
     tokens = scenario.tokens * hardware.devices
     rate = tokens / step.seconds if step.seconds else math.inf  # a model without elements takes no time
     return Forecast(
-        label=f"{options.policy}{', files' if options.offload_device == 'nvme' else ''}",
+        label=f"{options.policy}{', files' if options.offload_device != 'cpu' else ''}",
         policy=options.policy,
         options=changed(options),
         needs=needed,
@@ -347,7 +342,7 @@ def changed(options: Options) -> dict[str, Any]:
     """The policy, and every option that it reads and that is not at its default."""
     values = {each.name: getattr(options, each.name) for each in fields(Options)}
     defaults = {each.name: each.default for each in fields(Options)}
-    left_out = {name for name, value in values.items() if value == defaults[name]} | set(unread(options))
+    left_out = {name for name, value in values.items() if value == defaults[name]} | set(options.unread)
     return {name: value for name, value in values.items() if name == "policy" or name not in left_out}
 
 
@@ -403,7 +398,8 @@ def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
     waits = moved.blocking or not options.overlap_step
     if not scenario.final_at_step(options):  # the backward hides host updates
         moved = replace(moved, blocking=False)
-    rates, stride = hardware.bandwidths(options.workers), _rates_of(options, hardware, scenario.model.params)
+    rates = hardware.bandwidths(options.threads(hardware.cores // hardware.devices))
+    stride = _rates_of(options, hardware, scenario.model.params)
     micro_batch = -(-scenario.tokens // plan.micro_batches)
     values = {
         **activation_values(scenario.model, micro_batch),
@@ -429,10 +425,7 @@ STATE: tuple[Mapping[str, Any], ...] = tuple(
 )
 """Ways to store the state."""
 
-_WAYS: tuple[dict[str, Any], ...] = ({}, {"gradient_compression": "int8"}, {"accumulate_on_device": True})
-GRADIENTS: tuple[Mapping[str, Any], ...] = tuple(
-    {"shared_buffers": shared, **way} for way, shared in product(_WAYS, (False, True))
-)
+GRADIENTS: tuple[Mapping[str, Any], ...] = tuple({"gradient_transfer": way} for way in ("each", "int8", "mean"))
 """Ways to keep the gradients of update windows."""
 
 _NOT_OF_THE_OPTIMIZER = ("weights", "loaded weights", "activations")
@@ -443,7 +436,7 @@ class Combination:
     """One combination of ``STATE`` and ``GRADIENTS``.
 
     Attributes:
-        options: the changed ones.
+        options: one of ``STATE`` and one of ``GRADIENTS``.
         host, disk: bytes per parameter of the model, of the node.
         device: likewise of all devices, without weights and activations.
     """
@@ -458,13 +451,13 @@ def bytes_per_parameter(options: Options, scenario: Scenario) -> list[Combinatio
     """The memory of each combination that goes together, under the policy of ``options`` and its other values."""
     found = []
     count = max(1, scenario.model.numel)
-    options = replace(options, gradient_compression=None, accumulate_on_device=False)
     for state, gradients in product(STATE, GRADIENTS):
         changes = {**state, **gradients}
-        if not all(reads(options.policy, name) for name, value in changes.items() if value):
+        changed = replace(options, **changes)
+        if not changes.keys().isdisjoint(changed.unread):
             continue
         try:
-            needed = needs(replace(options, **changes), scenario)
+            needed = needs(changed, scenario)
         except ValueError:  # these exclude each other, or the model cannot have them: no combination
             continue
         of_optimizer = [size for name, size in needed.device.items() if name not in _NOT_OF_THE_OPTIMIZER]

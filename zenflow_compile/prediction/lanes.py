@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from zenflow_compile.performance.hardware import HOST_PASS_BYTES, Hardware
-from zenflow_compile.planning.plan import STREAM_BUFFERS
+from zenflow_compile.planning.plan import STREAM_BUFFERS, UPLOAD_RING
 from zenflow_compile.prediction.transfers import FileTurn, FileTurns, WeightLoads
 from zenflow_compile.prediction.workload import Flush, Load, Part, StreamedGroup
 from zenflow_compile.timeline import D2H, DISK, H2D
@@ -172,9 +172,7 @@ class Lanes:
         pool_rate: bytes of host memory per second that all workers of the device read and write at full speed.
     """
 
-    def __init__(
-        self, hardware: Hardware, workers: int, files: FileTurns, weights: WeightLoads, staging_buffers: int
-    ) -> None:
+    def __init__(self, hardware: Hardware, workers: int, files: FileTurns, weights: WeightLoads) -> None:
         self._on_host = hardware.device_cores is not None
         self._workers = workers
         self.clock = Clock(hardware.host_bandwidth / hardware.devices, hardware.cores if self._on_host else math.inf)
@@ -190,7 +188,6 @@ class Lanes:
         self._uploads: list[tuple[int, HostUpdate]] = []  # heap, by the step whose forward needs them
         self._ready: list[HostUpdate] = []  # heap of host updates
         self._updating: HostUpdate | None = None
-        self._staging_buffers = staging_buffers
         self._in_upload_ring = 0
         self._in_stream_buffers = 0
         self._flushing: set[str] = set()  # subgroups whose state is being written back
@@ -296,8 +293,8 @@ class Lanes:
             return None
         loads = self.weights.in_staging
         # One buffer is left to loads: the device may wait for a weight that is read before the uploaded ones.
-        most = self._staging_buffers - self.weights.expects_loads
-        if self._in_upload_ring >= most or self._in_upload_ring + loads >= self._staging_buffers:
+        most = UPLOAD_RING - self.weights.expects_loads
+        if self._in_upload_ring >= most or self._in_upload_ring + loads >= UPLOAD_RING:
             return None
         needed, job = self._uploads[0]
         return needed, job.position

@@ -204,7 +204,7 @@ def timeline(scenario: Scenario, options: Options, *, steps: int | None = None) 
         steps=steps,
         final_at_step=scenario.final_at_step(options),
         recompute=scenario.recompute,
-        workers=options.workers,
+        workers=options.threads(scenario.hardware.cores // scenario.hardware.devices),
     )
 
 
@@ -274,10 +274,10 @@ def _check_offloaded_weights(options: Options, hardware: Hardware) -> None:
             'offload_weights="auto" depends on the memory that a run measures, and cannot be predicted; pass the bytes '
             "that loaded weights may take, or the share of them that leaves the device, such as 0.5"
         )
-    if options.offload_weights_device == "nvme":
+    if options.weights_in_files:
         raise ValueError(
-            'offload_weights_device="nvme" cannot be predicted in this version: simulations do not read weights from '
-            'files. A prediction with "cpu" has the device memory of both; weights in files take the bytes of their '
+            'offload_device="nvme_all" cannot be predicted in this version: simulations do not read weights from '
+            'files. A prediction with "nvme" has the device memory of both; weights in files take the bytes of their '
             "upload buffers from the host's memory to the disk, and host_window_bytes bounds what caches them"
         )
     if options.offload_weights is not False and hardware.devices > 1:
@@ -336,11 +336,11 @@ def _options(policy: str, machine: Hardware, options: dict[str, Any]) -> Options
     named = dict(options)
     if policy != "auto":
         named["policy"] = policy
-    in_files = policy in ("auto", "zero_infinity") or named.get("offload_device") == "nvme"
+    in_files = policy in ("auto", "zero_infinity") or named.get("offload_device", "cpu") != "cpu"
     if in_files and machine.disk_read is not None:
         named.setdefault("nvme_path", SOME_DISK)
     elif in_files and policy != "auto" and "nvme_path" not in named:
-        what = f"policy={policy!r}" if policy == "zero_infinity" else "offload_device='nvme'"
+        what = f"policy={policy!r}" if policy == "zero_infinity" else f"offload_device={named['offload_device']!r}"
         raise ValueError(
             f"hardware={machine.name!r} has no disk_read and disk_write, and {what} keeps state in files; choose "
             "hardware with a disk, or keep state in memory"

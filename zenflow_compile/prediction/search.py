@@ -17,6 +17,7 @@ from typing import Any
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.memory import MemoryNeeds
+from zenflow_compile.planning.planners import resident_order
 from zenflow_compile.prediction.forecast import (
     Forecast,
     Scenario,
@@ -48,7 +49,7 @@ PATIENCE = 8
 WORTH_IT = 0.01
 """Share of a step that another plan must save: below it, the one that is nearest to AdamW is taken."""
 
-_LEFT_TO_AUTO = ("policy", "offload_device", "spare_device_bytes", "ratio", "update_stride")
+_LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
 """Options that ``policy="auto"`` searches where they are at their defaults. It keeps those that steer convergence."""
 
 _FILLED = 0.9  # share of the free device memory that residents may take: estimates may be too low
@@ -63,6 +64,7 @@ _PLACES: Dimension = (
     {"policy": "zero_infinity"},
 )
 _PLACES_IN_FILES = _PLACES[-2:]
+_SHARE = 0.25  # ``device_share`` at its default: what also stays resident if the device is filled
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of all optimizer state
 
 
@@ -72,7 +74,8 @@ def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimensi
     The first alternative is the simplest one, and exact where others are not.
 
     Args:
-        given: names of options that the user chose. They keep the values that the scenario has.
+        given: names of options that the user chose. They keep the values that the scenario has; a given share of
+            ``device_share`` is the least that stays resident.
     """
     searched: tuple[Dimension, ...] = (
         _places(scenario),
@@ -85,11 +88,10 @@ def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimensi
             {"update_interval": steps} for steps in (1, 2, 4)
         ),  # longer ones cost too much loss (docs/convergence.md)
         _fewer_bytes(scenario),
-        ({"gradient_compression": None}, {"gradient_compression": "int8"}),
-        ({"accumulate_on_device": False}, {"accumulate_on_device": True}),
+        ({"gradient_transfer": "each"}, {"gradient_transfer": "int8"}, {"gradient_transfer": "mean"}),
         ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _state_shares(scenario))),
     )
-    fixed = {name: getattr(scenario.options, name) for name in given}
+    fixed = {name: getattr(scenario.options, name) for name in given if name != "device_share"}
     if scenario.policy != "auto":
         fixed["policy"] = scenario.policy
     free = [[each for each in found if _agrees(each, fixed)] for found in searched]
@@ -101,16 +103,13 @@ def _agrees(alternative: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
 
 
 def _fewer_bytes(scenario: Scenario) -> Dimension:
-    """Ways to store state and share buffers, by falling bytes, exact ones first.
+    """Ways to store state, by falling bytes, exact ones first.
 
     They are one dimension, since most of these plans differ in memory alone.
     """
     split = scenario.dtype == "bf16"
-    ways = [("fp32", False, False), ("fp32", False, True), ("fp32", split, True), ("bf16", split, True)]
-    return tuple(
-        {"state_dtype": dtype, "split_master": split_master, "shared_buffers": shared}
-        for dtype, split_master, shared in dict.fromkeys([*ways, ("fp8", split, True)])
-    )
+    ways = dict.fromkeys([("fp32", False), ("fp32", split), ("bf16", split), ("fp8", split)])
+    return tuple({"state_dtype": dtype, "split_master": split_master} for dtype, split_master in ways)
 
 
 def _places(scenario: Scenario) -> Dimension:
@@ -121,47 +120,55 @@ def _places(scenario: Scenario) -> Dimension:
 
 
 def _residents(scenario: Scenario, given: Collection[str]) -> Dimension:
-    """From no resident parameters to seven eighths of them, or of those that fit; with ``fill_device`` all that fit."""
-    most = scenario.options.device_share
-    if scenario.options.fill_device:
-        return ({"device_share": most, "spare_device_bytes": next(iter(_fitting(scenario)[::-1]), 0)},)
-    shares = [most] if "device_share" in given or not most else [0.0, most]
-    spare = [{"device_share": most, "spare_device_bytes": size} for size in _spare_bytes(scenario)]
-    return (
-        *({"device_share": share} for share in shares),
-        *(each for each in spare if "spare_device_bytes" not in given),
-    )
+    """From no resident parameters, or the given share of them, to all that fit; ``"fill"`` is the last one alone."""
+    share = scenario.options.device_share
+    if isinstance(share, int):
+        return ({"device_share": share},)
+    if share == "fill":
+        return ({"device_share": next(reversed(_fitting(scenario, _SHARE)), _SHARE)},)
+    least = () if "device_share" in given else (0.0,)
+    return tuple({"device_share": each} for each in dict.fromkeys((*least, share, *_resident_bytes(scenario, share))))
 
 
-def _spare_bytes(scenario: Scenario) -> list[int]:
-    fitting = _fitting(scenario)
-    if not fitting or fitting[-1] >= max(_state_shares(scenario), default=0):
-        return _state_shares(scenario)
-    return sorted({fitting[max(1, round(share * len(fitting))) - 1] for share in (*_SHARES, 1.0)})
+def _resident_bytes(scenario: Scenario, share: float) -> list[int]:
+    fitting = _fitting(scenario, share)
+    sizes = [size for size in _state_shares(scenario) if size > share * _state_bytes(scenario)]
+    if not fitting or fitting[-1] >= max(sizes, default=0):
+        return sizes
+    return sorted({fitting[max(1, round(part * len(fitting))) - 1] for part in (*_SHARES, 1.0)})
 
 
-def _fitting(scenario: Scenario) -> list[int]:
-    """The ``spare_device_bytes`` with which one parameter more is resident, as long as the device has the memory.
+def _fitting(scenario: Scenario, share: float) -> list[int]:
+    """Bytes of ``device_share`` with which one parameter more than with ``share`` is resident, as long as all fit.
 
     A resident parameter takes more than its state: its gradient stays on the device until the step.
     """
-    options = resolve_stride(replace(scenario.options, policy="zenflow"), scenario.hardware, scenario.model.params)
+    options = replace(scenario.options, policy="zenflow", device_share=share)
+    options = resolve_stride(options, scenario.hardware, scenario.model.params)
     devices, device_bytes = scenario.hardware.devices, scenario.hardware.device_bytes
-    offloaded = [param for param in node_plan(options, scenario).params if param.offloaded]
-    spare = [-(-size // devices) for size in accumulate(param.whole_state_bytes for param in offloaded)]
+    params = node_plan(replace(options, device_share=0.0), scenario).params
+    kept = zip(params, node_plan(options, scenario).params, strict=True)
+    least = sum(param.whole_state_bytes for param, as_given in kept if param.offloaded and not as_given.offloaded)
+    sizes = accumulate(params[index].whole_state_bytes for index in resident_order(params))
+    more = [-(-size // devices) for size in sizes if size > least]
     taken = sum(needs(options, scenario).device.values())
 
     def filled(size: int) -> int:
-        return sum(needs(replace(options, spare_device_bytes=size), scenario).device.values())
+        return sum(needs(replace(options, device_share=size), scenario).device.values())
 
-    return spare[: bisect_right(spare, taken + _FILLED * (device_bytes - taken), key=filled)]
+    return more[: bisect_right(more, taken + _FILLED * (device_bytes - taken), key=filled)]
 
 
 def _state_shares(scenario: Scenario) -> list[int]:
     """Bytes of shares of the optimizer state, of each device, in whole GB if it is large."""
-    state = sum(param.numel for param in scenario.model.params) * 12 // scenario.hardware.devices
+    state = _state_bytes(scenario)
     unit = 10**9 if state > 20e9 else 1
     return sorted({round(share * state / unit) * unit for share in _SHARES} - {0})
+
+
+def _state_bytes(scenario: Scenario) -> int:
+    """Bytes of the optimizer state in fp32, of each device."""
+    return sum(param.numel for param in scenario.model.params) * 12 // scenario.hardware.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +338,8 @@ class Search:
         except ValueError:  # the options exclude each other: no candidate
             return None
         searched = {name for name, value in changes.items() if value and name not in self.given}
-        in_vain = "accumulate_on_device" in searched and options.longest_window == 1
+        sums = "gradient_transfer" in searched and options.gradient_transfer == "mean"
+        in_vain = sums and options.longest_window == 1
         in_vain |= options.policy == "twinflow" and "ratio" in searched and options.ratio == 1.0
         if in_vain or (self.exact and departures(options)):
             return None

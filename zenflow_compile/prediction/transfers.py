@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zenflow_compile.planning.plan import UPLOAD_RING
 from zenflow_compile.prediction.workload import Block, Load, Workload
 
 
@@ -46,7 +47,6 @@ class WeightLoads:
         self._is_final = is_final
         self._free = work.ring
         self._staged: deque[Load] = deque()
-        self._staging_buffers = work.staging_buffers
         self.in_staging = 0  # staging buffers that loads take: copied, or under way
         self._arrived = 0
         self._used = 0
@@ -74,8 +74,8 @@ class WeightLoads:
                 device may wait for an upload that is needed before the weights that have arrived.
         """
         request = self._next
-        most = self._staging_buffers - shared
-        if request is None or self.in_staging >= most or self.in_staging + uploads >= self._staging_buffers:
+        most = UPLOAD_RING - shared
+        if request is None or self.in_staging >= most or self.in_staging + uploads >= UPLOAD_RING:
             return None
         if request.position is not None:
             final = self._is_final(request.step, request.position) and not self.being_written[request.load.name]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
 from zenflow_compile.performance.models import ModelShape, flops_per_token
 from zenflow_compile.planning.model_blocks import repeated_blocks
-from zenflow_compile.planning.plan import FP32_BYTES, UPLOAD_RING, ParamPlan, Plan
+from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan, Plan
 
 CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 1.2e9, "fp8": 0.72e9}
 """Most parameters/s that one core updates, by dtype of the moments. Conversion limits a core where memory bandwidth
@@ -148,7 +148,6 @@ class Workload:
         micro_batches: forwards and backwards of a step; each takes an equal part of all seconds.
         rewrites: updates on the device of offloaded weights.
         ring: bytes of device memory for loaded weights.
-        staging_buffers: that uploads and loads pass through.
     """
 
     blocks: tuple[Block, ...]
@@ -161,7 +160,6 @@ class Workload:
     micro_batches: int
     rewrites: tuple[Rewrite, ...]
     ring: int
-    staging_buffers: int
 
     @property
     def loads_weights(self) -> bool:
@@ -237,7 +235,6 @@ def workload_of(
             for param in rewritten
         ),
         ring=0 if plan.weights is None else plan.weights.ring_bytes,
-        staging_buffers=UPLOAD_RING if plan.weights is None else plan.weights.staging_buffers,
     )
 
 

@@ -53,7 +53,7 @@ def diagnose(summary: Summary) -> str:
         )
     return (
         f"Host updates start too late{where}, {waits}, though copies and workers have capacity left; "
-        "more workers (workers, or a lower pt_reserved_cores_perc) would finish each flush sooner."
+        "more workers (option workers) would finish each flush sooner."
     )
 
 
@@ -125,7 +125,7 @@ def _worker_sentence(summary: Summary, waits: str) -> str:
     return (
         f"The host update limits this run ({work} per step on {'each of ' if workers > 1 else ''}{workers} "
         f"worker{'s' if workers > 1 else ''}), {waits}; raise update_interval from {interval} to "
-        f"{2 * interval}, raise topk_ratio, or raise workers or lower pt_reserved_cores_perc."
+        f"{2 * interval}, or raise topk_ratio or workers."
     )
 
 

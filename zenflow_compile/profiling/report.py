@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import printable
 from zenflow_compile.performance.equations import Limit, limit_of
 from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent

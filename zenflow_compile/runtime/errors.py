@@ -255,12 +255,10 @@ def less_host_memory(options: Options) -> str:
     no_host_memory = 'policy="resident", which needs no host memory'
     in_files = 'policy="zero_infinity" with nvme_path, which keeps state in files'
     smaller = ["a smaller host_window_bytes, down to the state of the largest parameter"] if options.in_files else []
-    if not options.shared_buffers and not options.adaptive:
-        smaller = ["shared_buffers=True", *smaller]
     if options.policy == "zenflow":
-        interval = "max_update_interval" if options.update_interval == "auto" else "update_interval"
+        interval = "shorter windows in update_interval" if options.adaptive else "a smaller update_interval"
         fewer = (
-            f"a larger topk_ratio, a smaller {interval} or a larger device_share, which move state to the device or "
+            f"a larger topk_ratio, {interval} or a larger device_share, which move state to the device or "
             "store fewer gradients"
         )
         files = [] if options.in_files else ['offload_device="nvme" with nvme_path, which keeps state in files']
@@ -272,8 +270,3 @@ def less_host_memory(options: Options) -> str:
     else:
         remedies = [*smaller, "a smaller ratio, which keeps more state on the device", in_files]
     return ", or ".join([*remedies, no_host_memory])
-
-
-def smaller_uploads(options: Options) -> str:
-    """Settings with smaller uploads, as a part of a sentence that ends with a comma; or an empty string."""
-    return "raise topk_ratio, " if options.policy == "zenflow" else ""

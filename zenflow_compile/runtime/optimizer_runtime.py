@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.offloaded_weights import OffloadedWeights
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.planning.weight_schedule import GraphLoads
+from zenflow_compile.planning.weight_memory import GraphLoads, OffloadedWeights
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
@@ -200,10 +199,8 @@ class OptimizerRuntime:
     @property
     def weight_grad_bytes(self) -> int:
         """Device memory for the inputs of reordered weight gradients; 0: they are not reordered."""
-        if self.options.weight_grad_order == "asap":
-            return 0
         given = self.options.weight_grad_bytes
-        return free_device_bytes(self.device) // 4 if given is None else given
+        return free_device_bytes(self.device) // 4 if given == "auto" else given
 
     @property
     def timeline(self) -> Timeline | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from zenflow_compile.planning.partition import ShardedBy
+from zenflow_compile.planning.planners import ShardedBy
 from zenflow_compile.torch_internals import torch_private
 
 

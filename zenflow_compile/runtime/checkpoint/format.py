@@ -16,11 +16,11 @@ from zenflow_compile.options.options import OFFLOAD_DEVICES, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 
-FORMAT = 7
+FORMAT = 8
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """The entries of torch.optim.AdamW."""
 
-CHOSEN = ("policy", "ratio", "update_stride", "spare_device_bytes", "offload_device")
+CHOSEN = ("policy", "ratio", "update_stride", "device_share", "offload_device")
 """Options that a measurement may choose, in the order of the entry ``chosen``."""
 
 SCHEDULE = (

@@ -36,14 +36,14 @@ from zenflow_compile.torch_internals import torch_private
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 # The options that decide the fields of the entry ``plan``.
 _DECIDED_BY = {
-    "placement": "topk_ratio, min_offload_size, device_share, spare_device_bytes, ratio and update_stride",
+    "placement": "topk_ratio, min_offload_size, device_share, ratio and update_stride",
     "dim": "topk_ratio",
     "k": "topk_ratio",
-    "interval": "update_interval and max_update_interval",
-    "phase": "update_interval and max_update_interval",
+    "interval": "update_interval",
+    "phase": "update_interval",
     "staleness": "staleness",
-    "summed": "accumulate_on_device",
-    "compressed": "gradient_compression",
+    "summed": "gradient_transfer",
+    "compressed": "gradient_transfer",
 }
 # The least value of an entry that counts; NONE stands for None.
 _LEAST = {"optimizer_step": 0, "open": 0, "selected_at": NONE, "selecting_ranks": 1, "shortest_window": NONE}

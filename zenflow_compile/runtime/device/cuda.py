@@ -120,7 +120,9 @@ class CudaDevice(Device):
         return {"cuda": torch.version.cuda or "none"}
 
     def free_bytes(self) -> int | None:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
+        return max(0, min(free, allowed - torch.cuda.memory_reserved(self.torch_device)))
 
     def memory_of_weights(self) -> AbstractContextManager[object]:
         # The pool outlives its tensors: equal weights take each other's place.

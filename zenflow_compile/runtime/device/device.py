@@ -152,7 +152,7 @@ class Device(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int | None:
-        """Memory that no process has allocated; None where the device shares the host's memory."""
+        """Memory that no process has allocated and this one may; None where the device shares the host's memory."""
 
     @abstractmethod
     def unused_bytes(self) -> int:

@@ -55,14 +55,13 @@ class StagingRing:
         self.buffers = _allocate(count, buffer_bytes, device)
         self._first = 0  # where the search for a free buffer begins: a hint, so that buffers take turns
 
-    def fit(self, count: int, buffer_bytes: int) -> None:
-        """Resize to ``count`` buffers of at least ``buffer_bytes``; none may be in use."""
+    def fit(self, buffer_bytes: int) -> None:
+        """Make each buffer of at least so many bytes; none may be in use."""
         memory = self.buffers[0].memory
-        buffer_bytes = max(buffer_bytes, memory.numel())
-        if count != len(self.buffers) or buffer_bytes > memory.numel():
+        if buffer_bytes > memory.numel():
             # First: the allocator does not know of copies on a lane's stream, and would reuse the old memory.
             self.settle()
-            self.buffers = _allocate(count, buffer_bytes, memory.device)
+            self.buffers = _allocate(len(self.buffers), buffer_bytes, memory.device)
 
     @property
     def free(self) -> int:

@@ -57,15 +57,13 @@ def physical_cores(system: Path = SYSTEM, usable: Sequence[int] | None = None) -
     return tuple(Core(logical, _node(system / f"cpu/cpu{logical}")) for logical in first_of.values())
 
 
-def worker_count(cores: int, quota: float | None, *, workers: int | None, reserved_share: float | None) -> int:
+def worker_count(cores: int, quota: float | None, workers: int | None = None) -> int:
     """The number of workers to run on ``cores`` physical cores.
 
     Args:
         quota: of the container, ``cpu_quota()``.
-        workers: the option; at most one worker per core.
-        reserved_share: the option ``pt_reserved_cores_perc``: share of the cores left to PyTorch. None leaves two to
-            PyTorch and one to each live worker process of a DataLoader; cores beyond the container's quota do not
-            count then.
+        workers: at most one per core. None leaves two cores to PyTorch and one to each live worker process of a
+            DataLoader; cores beyond the container's quota do not count then.
 
     Raises:
         ValueError: more workers than cores.
@@ -77,13 +75,10 @@ def worker_count(cores: int, quota: float | None, *, workers: int | None, reserv
                 f"core{'s' if cores > 1 else ''}, and two workers on one gain nothing; lower it, or leave it at None"
             )
         return workers
-    if reserved_share is None:
-        cores = min(cores, math.floor(quota or cores))
-        # Worker processes of DataLoaders are daemonic, unlike idle processes of compilers.
-        data_loader_workers = sum(child.daemon for child in multiprocessing.active_children())
-        return max(1, cores - LEFT_FREE - data_loader_workers)
-    # Rounded first: 0.9 * 10 must reserve nine cores, whatever the last bit of the product.
-    return max(1, cores - math.ceil(round(reserved_share * cores, 6)))
+    cores = min(cores, math.floor(quota or cores))
+    # Worker processes of DataLoaders are daemonic, unlike idle processes of compilers.
+    data_loader_workers = sum(child.daemon for child in multiprocessing.active_children())
+    return max(1, cores - LEFT_FREE - data_loader_workers)
 
 
 def choose_cores(cores: Sequence[Core], count: int, in_use: Mapping[int, int]) -> tuple[int, ...]:

@@ -152,4 +152,4 @@ STATE = Content(
     chunk_bytes,
     state_in,
 )
-WEIGHTS = Content("the weight", 'keep weights in memory (offload_weights_device="cpu")', weight_chunk_bytes, _weight_in)
+WEIGHTS = Content("the weight", 'keep weights in memory (offload_device="nvme")', weight_chunk_bytes, _weight_in)

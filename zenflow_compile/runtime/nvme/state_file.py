@@ -33,8 +33,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zenflow_compile.checks.printable import printable
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import printable, user_stacklevel
 from zenflow_compile.native.library import OTHER_CHECKSUM, FileChunk, Transfer, library
 
 PAGE_BYTES = 4096

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zenflow_compile.checks.printable import printable
+from zenflow_compile.checks.validate import printable
 from zenflow_compile.native.library import OTHER_CHECKSUM, READ, WRITE, HostJob, Record, Transfer
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.host.workers import Bounds, Job, MemoryUser, Work

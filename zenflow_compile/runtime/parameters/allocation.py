@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GRADIENT_RING, UPLOAD_RING, ParamPlan, Plan, pool_packing, pools_of
 from zenflow_compile.planning.shared_buffers import overlaps
@@ -40,10 +40,7 @@ from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache
 from zenflow_compile.runtime.nvme.chunk import WEIGHTS
 from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
 from zenflow_compile.runtime.parameters.capacity import (
-    largest_staged_gradient_bytes,
-    largest_upload_bytes,
     nvme_cache_bytes,
-    upload_buffers,
     worker_cores,
 )
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -174,7 +171,6 @@ class EngineMemory:
             torch.OutOfMemoryError: the device cannot hold rings or buffers.
             RuntimeError: the system does not start a thread.
         """
-        upload_count = upload_buffers(plan, self._options)
         in_files = [param for param in new if param.in_file]
         stores, uploads = self._file_stores(plan, in_files, undo), self._file_uploads(plan, in_files, undo)
         on_host = [param for param in new if param.offloaded]
@@ -216,8 +212,12 @@ class EngineMemory:
             pinned = arena.pinned and (weight_files is None or weight_files.pinned)
             if flags is not None and pinned:
                 host.flags = flags, number
-        self.transport.down_ring.fit(GRADIENT_RING, largest_staged_gradient_bytes(plan))
-        self.transport.up_ring.fit(upload_count, largest_upload_bytes(plan))
+        staged = [param for param in plan.params if param.offloaded]
+        self.transport.up_ring.fit(max((param.upload_bytes for param in staged), default=0))
+        # A pending gradient is not copied through the ring.
+        self.transport.down_ring.fit(
+            max((param.upload_bytes for param in staged if not param.keeps_gradient), default=0)
+        )
         if self.transport.exchange is not None:
             self.transport.exchange.fit(plan.exchange_buffer_bytes)
         self.streamed.fit(subgroups)

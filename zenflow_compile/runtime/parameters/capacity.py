@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.plan import UPLOAD_RING, ParamPlan, Plan, host_bytes_of
+from zenflow_compile.planning.plan import Plan, host_bytes_of
 from zenflow_compile.planning.planners import ParamSpec, extend_plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.errors import less_host_memory, smaller_uploads
+from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
 from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import choose_cores, local_ranks, physical_cores, worker_count
@@ -47,9 +47,9 @@ def checked_plan(
         processes: on this machine that are about to allocate as much.
 
     Raises:
-        ValueError: more host memory is needed than the machine has, an upload is larger than ``staging_bytes``, the
-            state of a parameter, and its weight if that is in a file, are larger than ``host_window_bytes``, or the
-            memory of an offloaded parameter overlaps that of another one.
+        ValueError: more host memory is needed than the machine has, the state of a parameter, and its weight if that is
+            in a file, are larger than ``host_window_bytes``, or the memory of an offloaded parameter overlaps that of
+            another one.
     """
     exchange_bytes = plan.exchange_bytes
     plan = extend_plan(plan, specs_of(new), options)
@@ -61,7 +61,6 @@ def checked_plan(
         if size > allocated_bytes:
             needed += size
     require_host_memory(needed - freed, less_host_memory(options), processes)
-    upload_buffers(plan, options)
     return plan
 
 
@@ -71,40 +70,6 @@ def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:
         ParamSpec(name, tuple(given(p).shape), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p))
         for name, p in named
     ]
-
-
-def upload_buffers(plan: Plan, options: Options) -> int:
-    """Number of buffers of the ring of uploads: at most one for each upload that can be in flight.
-
-    Raises:
-        ValueError: ``staging_bytes`` is less than the largest upload.
-    """
-    staging_bytes, largest = options.staging_bytes, largest_upload_bytes(plan)
-    if staging_bytes is None or not largest:
-        return UPLOAD_RING
-    if staging_bytes < largest:
-        name = max((p for p in plan.params if p.offloaded), key=_upload_bytes).name
-        raise ValueError(
-            f"staging_bytes={staging_bytes} must be at least {largest}, the size of one upload of {name}; raise it, "
-            f"{smaller_uploads(options)}or leave it at None for three times that"
-        )
-    uploads = sum(param.uploads for param in plan.params if param.offloaded)
-    return min(staging_bytes // largest, uploads)
-
-
-def largest_upload_bytes(plan: Plan) -> int:
-    """Bytes of the largest upload."""
-    return max((_upload_bytes(each) for each in plan.params if each.offloaded), default=0)
-
-
-def largest_staged_gradient_bytes(plan: Plan) -> int:
-    """Bytes of the largest deferred gradient that is copied through the ring: a pending gradient is not."""
-    return max((_upload_bytes(each) for each in plan.params if each.offloaded and not each.keeps_gradient), default=0)
-
-
-def _upload_bytes(plan: ParamPlan) -> int:
-    """Bytes of the deferred slices in the model's dtype: of one upload, and of one deferred gradient."""
-    return plan.deferred * plan.length * plan.dtype.itemsize
 
 
 def nvme_cache_bytes(plan: Plan, options: Options) -> CacheBytes:
@@ -125,11 +90,9 @@ def worker_cores(options: Options) -> tuple[int, ...]:
     Raises:
         ValueError: more workers are wanted than there are cores.
     """
-    if options.worker_cores is not None:
-        return options.worker_cores
+    if isinstance(options.workers, tuple):
+        return options.workers
     cores = local_ranks().cores(physical_cores())
-    count = worker_count(
-        len(cores), cpu_quota(), workers=options.workers, reserved_share=options.pt_reserved_cores_perc
-    )
+    count = worker_count(len(cores), cpu_quota(), options.threads(len(cores)))
     in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
     return choose_cores(cores, count, in_use)

@@ -302,7 +302,7 @@ class HostState:
                 if buffer.index == number:
                     raise RuntimeError(
                         f"a gradient would be written over one of {host.plan.name} that waits in an update window; "
-                        "this is an error of zenflow-compile: please report it, and pass shared_buffers=False meanwhile"
+                        "this is an error of zenflow-compile: please report it, and pass update_interval=1 meanwhile"
                     )
             job, copy = host.readers[number], host.uploading[number]
             if copy is not None:  # it waits for the job

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.checks.user_frame import user_stacklevel
-from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES, OffloadedWeights, weight_budget
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.planning.plan import ParamPlan, Plan
-from zenflow_compile.planning.weight_memory import divide_budget
-from zenflow_compile.planning.weight_schedule import GraphLoads
+from zenflow_compile.planning.weight_memory import (
+    SMALLEST_WEIGHT_BYTES,
+    GraphLoads,
+    OffloadedWeights,
+    divide_budget,
+    weight_budget,
+)
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
@@ -43,21 +47,18 @@ class WeightRoom:
     The peak is that of the allocator's statistics, which are reset. A number never depends on it: training is
     bit-identical with any weights kept, so a measurement that differs between runs is harmless.
 
-    Args:
-        limit_bytes: ``device_memory_bytes``; None: what is free now, and what PyTorch has reserved.
-
     Raises:
         ValueError: see ``check_room``.
 
     Attributes:
-        limit_bytes: of device memory.
+        limit_bytes: of device memory: what is free when this is made, and what PyTorch has reserved.
     """
 
-    def __init__(self, device: Device, limit_bytes: int | None) -> None:
-        check_room(device, limit_bytes)
+    def __init__(self, device: Device) -> None:
+        check_room(device)
         self._device = device
         self._steps = 0
-        self.limit_bytes = _usable_bytes(device) if limit_bytes is None else limit_bytes
+        self.limit_bytes = _usable_bytes(device)
 
     def restart(self) -> None:
         """Measure again: there are other weights."""
@@ -84,20 +85,15 @@ class WeightRoom:
         return self.limit_bytes - peak - self.limit_bytes // RESERVE
 
 
-def check_room(device: Device, limit_bytes: int | None) -> None:
+def check_room(device: Device) -> None:
     """
     Raises:
-        ValueError: the device does not count allocated memory, or has no limit that it could tell.
+        ValueError: the device does not count allocated memory, or has none of its own.
     """
-    if device.peak_bytes() is None:
+    if device.peak_bytes() is None or device.free_bytes() is None:
         raise ValueError(
-            f'offload_weights="auto" needs a device that counts its allocated memory, which {device.torch_device} does '
+            f'offload_weights="auto" needs a device that counts its own memory, which {device.torch_device} does '
             "not; pass the bytes that loaded weights may take, or the share of them that leaves the device, such as 0.5"
-        )
-    if limit_bytes is None and device.free_bytes() is None:
-        raise ValueError(
-            f'device_memory_bytes=None under offload_weights="auto" must be an integer >= 1 on {device.torch_device}, '
-            "which has no memory of its own; pass the bytes that this process may use"
         )
 
 
@@ -219,17 +215,15 @@ class HostWeights:
         plan: Plan,
         new: Sequence[tuple[ParamPlan, Parameter, VersionCounter]],
         hosts: Container[int],
-        staging_bytes: int | None,
     ) -> NewWeights:
         """Decide which of the ``new`` parameters are offloaded: those that can be, and that the budget does not keep.
 
         Args:
             plan: of all parameters.
             hosts: indices of those with host state.
-            staging_bytes: the option.
 
         Raises:
-            ValueError: see ``weight_budget``, or ``staging_bytes`` is less than the largest weight.
+            ValueError: see ``weight_budget``.
         """
         decided = NewWeights(self._transport, self._count)
         if self._option is False:
@@ -260,7 +254,6 @@ class HostWeights:
         staged = [each.staged_bytes for each in self.weights.values()]
         staged += [each.upload_bytes if p in hosts else each.weight_bytes for p, each in decided.offloaded.items()]
         largest = max(staged, default=0)
-        count = self._ring_size(largest, len(staged), staging_bytes)
         on_device = [each for p, each in decided.offloaded.items() if p not in hosts]
         asynchronous = self._device.streams is not None
         decided.arena = HostArena(
@@ -269,7 +262,7 @@ class HostWeights:
         if decided.arena.total_bytes and asynchronous:
             decided.arena.pin(self._device, "a larger offload_weights, which keeps more weights on the device")
         self.prefetch.drop()
-        self._transport.up_ring.fit(count, largest)
+        self._transport.up_ring.fit(largest)
         return decided
 
     def add(self, decided: NewWeights) -> None:
@@ -282,23 +275,6 @@ class HostWeights:
                 self.room.restart()
         self.kept.update(decided.kept)
         self.weights.update(decided.weights)
-
-    def _ring_size(self, largest: int, weights: int, staging_bytes: int | None) -> int:
-        """Number of upload buffers.
-
-        Args:
-            largest: bytes of the largest load.
-            weights: number of weights.
-            staging_bytes: the option.
-        """
-        if staging_bytes is None or not largest:
-            return len(self._transport.up_ring.buffers)
-        if staging_bytes < largest:
-            raise ValueError(
-                f"staging_bytes={staging_bytes} must be at least {largest}, the size of the largest load of a weight; "
-                "raise it, or leave it at None for three times that"
-            )
-        return min(staging_bytes // largest, weights + 1)
 
     @property
     def offloaded(self) -> OffloadedWeights | None:

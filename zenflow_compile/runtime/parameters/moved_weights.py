@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from zenflow_compile.native.storage_reads import allow_reads, own_memory, refuse_reads
-from zenflow_compile.planning.offloaded_weights import SMALLEST_WEIGHT_BYTES
+from zenflow_compile.planning.weight_memory import SMALLEST_WEIGHT_BYTES
 
 SHARED = "it shares memory with other tensors"
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients

@@ -84,7 +84,7 @@ class ParamRegistry:
         self.streamed = self.memory.streamed
         room = None
         if options.offload_weights == "auto":
-            room = WeightRoom(device_of(device), options.device_memory_bytes)
+            room = WeightRoom(device_of(device))
         self.weights = HostWeights(
             options.offload_weights, self.transport, device_of(device), partial(_apply_due, engine), room
         )
@@ -118,7 +118,7 @@ class ParamRegistry:
         with ExitStack() as undo:
             allocated = self.memory.allocate(plan, plan.params[first:], new, undo)
             added = [(plan.params[first + i], param, counters[first + i]) for i, param in enumerate(new)]
-            weights = self.weights.decide(plan, added, allocated.hosts.keys(), self._options.staging_bytes)
+            weights = self.weights.decide(plan, added, allocated.hosts.keys())
             undo.callback(weights.discard)
             offloaded: dict[int, OffloadedParam] = {}
             for index, (param_plan, param, counter) in enumerate(added, start=first):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
-from zenflow_compile.planning.weight_schedule import GraphLoads
+from zenflow_compile.planning.weight_memory import GraphLoads
 from zenflow_compile.runtime.nvme.chunk import Chunk
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Staged
 from zenflow_compile.runtime.parameters.transport import Transport

@@ -17,7 +17,7 @@ from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_diff
 from zenflow_compile.runtime.sharding import sharding_of
 from zenflow_compile.torch_internals import torch_private
 
-_OWN = {"nvme_path", "worker_cores", "workers", "pt_reserved_cores_perc"}
+_OWN = {"nvme_path", "workers"}
 """Options that ranks may have of their own: where a rank keeps files, and what its threads run on."""
 
 

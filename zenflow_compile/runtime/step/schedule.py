@@ -163,8 +163,9 @@ class Schedule:
     ) -> None:
         self._options = options
         self.adaptive = options.adaptive
-        self._measured = self.adaptive and options.min_update_interval is None and options.longest_window > 1
-        self.shortest_window = None if self._measured else options.min_update_interval or 1
+        shortest, longest = options.window_bounds if self.adaptive else (1, 1)
+        self._measured = shortest is None and longest > 1
+        self.shortest_window = None if self._measured else shortest or 1
         self._windows: dict[int, AdaptiveWindow] = {}
         self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
         self._drifts: dict[int, _Drift] = {}

@@ -9,7 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeAlias
 
-from zenflow_compile.checks.user_frame import user_stacklevel
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime.errors import LostUpdateError
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
