@@ -15,6 +15,7 @@ from tests.simulated.build import build, missing
 from tests.simulated.process import SimulatedProcess
 from tests.support.copies import Copies
 from tests.support.recording import RecordingEngine
+from zenflow_compile.passes import fetch_parameters, offload_gradients, update_parameters
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.parameters import host_weights
 
@@ -126,6 +127,14 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     made = Copies()
     monkeypatch.setattr(thread_lane, "copy_without_gil", made)
     return made
+
+
+@pytest.fixture
+def ungrouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes insert one op for each parameter, as for large ones."""
+    for module in (fetch_parameters, offload_gradients, update_parameters):
+        for name in {"SMALL_BYTES", "TOGETHER_BYTES", "OFFLOAD_BYTES"} & set(vars(module)):
+            monkeypatch.setattr(module, name, 0)
 
 
 @pytest.fixture
