@@ -186,7 +186,7 @@ class Trainer:
         vars(lane).update(_hand_over=noted, _make=copy_over_link)
         vars(prefetch).update(take=counted)
         if not prefetches:
-            vars(prefetch).update(_start_copies=lambda: None)
+            vars(prefetch).update(_copy_ahead=lambda: None)
 
     def step(self) -> None:
         """Train one step, with the optimizer in the backward."""

@@ -359,8 +359,9 @@ def _with_shared_buffers(plans: _Plans, options: Options) -> _Plans:
     # A weight in host memory stays in its upload buffer, and so does one that completes a split master. A compressed
     # gradient is smaller than the weights.
     keeps_uploads = options.offload_weights is not False
+    pools = {plan.period: plan.index for plan in reversed(plans) if plan.offloaded}
     return [
-        replace(plan, pool=plans[0].index, in_place=not (keeps_uploads or plan.split_master or plan.compressed))
+        replace(plan, pool=pools[plan.period], in_place=not (keeps_uploads or plan.split_master or plan.compressed))
         if plan.offloaded
         else plan
         for plan in plans
