@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def zenflow(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs for training with offloaded optimizer state.
 

@@ -33,10 +33,7 @@ class Keeper:
 
 
 def ensure_optimizer(
-    params: Sequence[nn.Parameter],
-    roots: Sequence[nn.Module],
-    call: private.CompileCall,
-    keywords: Mapping[str, Any],
+    params: Sequence[nn.Parameter], roots: Sequence[nn.Module], call: private.CompileCall, keywords: Mapping[str, Any]
 ) -> None:
     """Make the optimizer of this ``torch.compile`` call, or give it the parameters that are new to it.
 

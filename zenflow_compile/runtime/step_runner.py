@@ -13,13 +13,7 @@ from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
-from zenflow_compile.runtime.step.optimizer_step import (
-    Member,
-    clip_gradients,
-    members_of,
-    record_norms,
-    update_slices,
-)
+from zenflow_compile.runtime.step.optimizer_step import Member, clip_gradients, members_of, record_norms, update_slices
 
 
 class StepRunner(OptimizerRuntime):

@@ -106,12 +106,7 @@ class RankCalls(StepMessages):
     """
 
     def __init__(
-        self,
-        group: RankGroup,
-        registry: ParamRegistry,
-        device: torch.device,
-        options: Options,
-        recorder: Recorder,
+        self, group: RankGroup, registry: ParamRegistry, device: torch.device, options: Options, recorder: Recorder
     ) -> None:
         super().__init__(group, registry, recorder)
         self.reduction = GradientReduction(group, registry, device, _DTYPES[options.communication_data_type])
