@@ -73,7 +73,6 @@ def zenflow(
 
 
 def warn_of_no_optimizer(inputs: Sequence[Any]) -> None:
-    """Warn if the graph trains parameters although no ZenFlowAdamW exists."""
     if any(isinstance(value, nn.Parameter) and value.requires_grad for value in inputs):
         warnings.warn(
             'backend="zenflow" offloads nothing here: there is no ZenFlowAdamW yet, and the model trains as under '
@@ -127,10 +126,9 @@ class ServedGraph:
         return claimed
 
     def compile(self, args: Sequence[Any], owned: OwnedInputs, gm: GraphModule | None = None) -> Variant:
-        """Compile for the parameters among ``args``.
+        """Compile for the parameters among ``args``, of which ``claim`` found the ``owned`` ones.
 
         Args:
-            owned: what ``claim`` found for them.
             gm: Dynamo's own graph while Dynamo compiles, so that it gets the guards of this compilation; else None.
         """
         options = self._options
@@ -154,8 +152,6 @@ class ServedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The code for one set of owners, and the ids of their engines."""
-
     code: Callable[..., Any]
     engines: frozenset[int]
 

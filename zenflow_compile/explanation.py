@@ -78,7 +78,6 @@ class GraphRecord:
 
     @property
     def inserted(self) -> int:
-        """How many nodes the passes inserted."""
         return sum(bool(line.reasons) for line in self.lines)
 
 
@@ -88,7 +87,6 @@ def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> Gr
 
 
 def graph_lines(gm: GraphModule, ctx: PassContext) -> tuple[GraphLine, ...]:
-    """Every node of the graph, with the reasons of the nodes that were inserted for the engine."""
     return tuple(GraphLine(format_node(node), reasons(node, ctx)) for node in gm.graph.nodes)
 
 
@@ -124,12 +122,10 @@ def parts(op: Any, param: ParamPlan, ctx: PassContext) -> list[str]:
 
 
 def unit(param: ParamPlan) -> str:
-    """What the parameter is split into."""
     return "columns" if param.whole.dim == 1 else "rows"
 
 
 def window(param: ParamPlan, *, adaptive: bool) -> str:
-    """When the host applies gradients, in words."""
     if param.blocking:
         return "the host updates now, and the step waits"
     if adaptive:
@@ -154,7 +150,6 @@ def format_node(node: Node) -> str:
 
 
 def format_value(value: Any) -> str:
-    """``f32[8, 4]`` and the like."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
@@ -187,7 +182,6 @@ class Explanation:
         return capture.get()
 
     def render(self, full: bool = False) -> RenderableType:
-        """A rich renderable; ``full`` is that of ``explain``."""
         parts: list[RenderableType] = [plan_table(self.plan)]
         if (note := self.plan.state_note) is not None:
             parts.append(Text(f"state on the host: {note}\n"))
@@ -252,7 +246,6 @@ def weight_lines(plan: Plan, weights: HostWeights) -> tuple[str, ...]:
 
 
 def plan_table(plan: Plan) -> Table:
-    """One row per parameter."""
     table = Table(title=f"plan: policy {plan.policy}", box=box.SIMPLE, pad_edge=False, title_justify="left")
     table.add_column("parameter", overflow="fold", ratio=1)
     for name in ("shape", "state", "device", "host"):
@@ -283,7 +276,6 @@ def placement(param: ParamPlan, *, adaptive: bool) -> str:
 
 
 def megabytes(count: int) -> str:
-    """A size in MiB."""
     return f"{count / 2**20:.2f} MiB"
 
 

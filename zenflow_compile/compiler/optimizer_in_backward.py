@@ -81,11 +81,7 @@ def ensure_optimizer(
 
 
 def check_optimizer(call: private.CompileCall) -> None:
-    """Check that this ``torch.compile`` call has its optimizer: ``functional_call`` passes weights, and trains none.
-
-    Raises:
-        RuntimeError: it has none yet, and gradients are recorded.
-    """
+    """Raise RuntimeError if this call has no optimizer yet: ``functional_call`` passes weights, and trains none."""
     if getattr(call.wrapper, KEEPER_ATTRIBUTE, None) is None and torch.is_grad_enabled():
         raise RuntimeError(
             "the first call of a model with an optimizer among the options of torch.compile makes that optimizer, and "
@@ -94,11 +90,7 @@ def check_optimizer(call: private.CompileCall) -> None:
 
 
 def _refuse_options_without_effect(trained: Sequence[tuple[str, nn.Parameter]], keywords: Mapping[str, Any]) -> None:
-    """Raise if optimizer options are given for a model whose every parameter has an optimizer object.
-
-    Raises:
-        ValueError: all of ``trained`` have owners, and the backend made none of these optimizers.
-    """
+    """Raise ValueError if all of ``trained`` have owners, and the backend made none of these optimizers."""
     owners = [owner for _, param in trained if (owner := ops.owner_of(param)) is not None]
     if owners and not any(cast("Engine", engine).in_backward for engine, _ in owners):
         named = ", ".join(f"{name}={value!r}" for name, value in keywords.items())

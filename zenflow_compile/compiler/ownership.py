@@ -36,8 +36,7 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
     """Match the inputs of Dynamo's graph to their engines, and make the optimizer in backward if one is asked for.
 
     Args:
-        captured: Dynamo's graph.
-        inputs: what it is called with: the parameters themselves.
+        inputs: what the graph is called with: the parameters themselves.
         keywords: of ``ZenFlowAdamW`` for the optimizer-in-backward form; None if the parameters have optimizers.
 
     Raises:
@@ -81,15 +80,9 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
 
 
 def _refuse_replaced(graph: torch.fx.Graph, owned: set[int]) -> None:
-    """Refuse a graph that gives an owned parameter other memory (``param.data = ...`` in a forward).
+    """Raise ValueError if a graph gives an owned parameter other memory (``param.data = ...`` in a forward).
 
     Each such forward gives the parameter another node of autograd, so the backward's gradient would be lost.
-
-    Args:
-        owned: positions of the parameters among the graph's inputs.
-
-    Raises:
-        ValueError: it does so.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     params = {inputs[i] for i in owned}
@@ -144,11 +137,7 @@ def optimizer_of(compiled_model: Any) -> Any:
 
 
 def engines_of(compiled_model: Any) -> list[Engine]:
-    """The live engines that own a parameter of the model, without repetitions.
-
-    Raises:
-        TypeError: ``compiled_model`` runs no module.
-    """
+    """The live engines that own a parameter of the model, without repetitions."""
     found: dict[int, Engine] = {}
     for module in modules_of(compiled_model):
         for param in module.parameters():
@@ -158,11 +147,7 @@ def engines_of(compiled_model: Any) -> list[Engine]:
 
 
 def modules_of(compiled_model: Any) -> list[nn.Module]:
-    """The modules that a compiled model or function runs: itself, its ``self``, or variables that it refers to.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """The modules that a compiled model or function runs: itself, its ``self``, or variables that it refers to."""
     function = compiled_model
     while (inner := getattr(function, "_torchdynamo_orig_callable", None)) is not None:
         function = inner
@@ -182,5 +167,4 @@ def modules_of(compiled_model: Any) -> list[nn.Module]:
 
 
 def unique_modules(modules: Iterable[nn.Module | None]) -> list[nn.Module]:
-    """The modules in order, without repetitions."""
     return list({id(module): module for module in modules if module is not None}.values())

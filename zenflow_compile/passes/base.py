@@ -172,11 +172,7 @@ def gradient(graph: Graph, input_index: int) -> tuple[Node, int] | None:
 
 
 def check_shape(node: Node, param: ParamPlan, role: str) -> None:
-    """Guard against matching a node to the wrong parameter.
-
-    Raises:
-        RuntimeError: the node does not have the parameter's shape.
-    """
+    """Raise RuntimeError if the node has another shape than the parameter: guards against a wrong match."""
     if tuple(node.meta["val"].shape) != param.whole.shape:
         raise RuntimeError(
             f"{role} of {param.name} is {tuple(node.meta['val'].shape)} in the graph and {param.whole.shape} in the "

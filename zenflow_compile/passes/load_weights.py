@@ -65,7 +65,6 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
 
 
 def begun(graph: Graph) -> list[Node]:
-    """The nodes of all engines that begin loads."""
     return list(graph.find_nodes(op="call_function", target=ops.BEGIN_WEIGHTS))
 
 
@@ -86,10 +85,7 @@ def loads_of(gm: GraphModule, ctx: PassContext) -> GraphLoads:
 
 
 def check_together(uses: Mapping[Node, frozenset[int]], sizes: Mapping[int, int], ctx: PassContext) -> None:
-    """
-    Raises:
-        ValueError: an operator reads more weights together than the budget has room for.
-    """
+    """Raise ValueError if an operator reads more weights together than the budget has room for."""
     assert ctx.weights is not None
     for node, ps in uses.items():
         if (needed := sum(sizes[p] for p in ps)) > ctx.weights.ring_bytes:

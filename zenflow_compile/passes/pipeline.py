@@ -51,9 +51,6 @@ def run_pipeline(gm: GraphModule, ctx: PassContext, passes: Sequence[GraphPass] 
 
     The counts are logged at INFO level. ``TORCH_TRACE`` gets the graph before the first pass and after each pass, with
     the number of edits and the time in milliseconds.
-
-    Raises:
-        ValueError: see ``check_order``.
     """
     passes = PIPELINES[ctx.phase] if passes is None else passes
     check_order(passes, ctx.phase)
@@ -81,11 +78,7 @@ def trace_graph(gm: GraphModule, ctx: PassContext, moment: str, header: str = ""
 
 
 def check_order(passes: Sequence[GraphPass], phase: Phase) -> None:
-    """Check that every pass runs in its phase and after the passes whose nodes it reads.
-
-    Raises:
-        ValueError: a pass is in the wrong place; the message names it and what to change.
-    """
+    """Raise ValueError if a pass is not in its phase, or not after the passes whose nodes it reads."""
     for position, graph_pass in enumerate(passes):
         known = sorted(each for each, pipeline in PIPELINES.items() if graph_pass in pipeline)
         if known and phase not in known:

@@ -78,13 +78,11 @@ def update_parameters(gm: GraphModule, ctx: PassContext) -> int:
 
 
 def nodes_of(graph: Graph, op: Any, ctx: PassContext) -> list[Node]:
-    """The calls of an op that were inserted for the engine."""
     nodes: Sequence[Node] = graph.find_nodes(op="call_function", target=op)
     return [node for node in nodes if node.args[-2] == ctx.engine_id]
 
 
 def parameters_of(node: Node) -> Sequence[int]:
-    """The parameters that an inserted node is for."""
     ps: Sequence[int] = node.args[-1]  # type: ignore[assignment]
     return ps
 
@@ -129,6 +127,5 @@ def build_step_graph(plan: Plan, engine_id: int) -> GraphModule:
 
 
 def inputs_with_memory_of(node: Node) -> int:
-    """How many inputs of the graph share the memory of ``node``: itself and views of it."""
     placeholders: Sequence[Node] = node.graph.find_nodes(op="placeholder")
     return sum(private.storage_of(each) == private.storage_of(node) for each in placeholders)

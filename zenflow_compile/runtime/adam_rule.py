@@ -135,7 +135,6 @@ def rule_p_(
         gradients: oldest first, of that shape and any floating dtype; not written.
         coefficients: one for each of them. Missing gradients are absent from both. With none at all the state stays.
         step: gradients in the moments after this window.
-        eps: of Adam, outside the root.
         out: takes the new master, cast to its own dtype; also when every gradient was missing.
 
     Raises:
@@ -146,19 +145,13 @@ def rule_p_(
     if coefficients:
         window = window_coefficients(coefficients, step)
         for gradient, own in zip(gradients, coefficients, strict=True):
-            update_moments_(exp_avg, exp_avg_sq, gradient, own)
+            grad = gradient.to(exp_avg.dtype)
+            if own.grad_scale != 1.0:
+                grad = grad * for_fp32(own.grad_scale)  # not in place: .to() may have returned the caller's tensor
+            exp_avg.lerp_(grad, 1.0 - own.beta1)
+            exp_avg_sq.mul_(own.beta2).addcmul_(grad, grad, value=1.0 - own.beta2)
         master.mul_(window.decay)
         denominator = (exp_avg_sq.sqrt() / window.bias_correction2_sqrt).add_(eps)
         master.addcdiv_(exp_avg, denominator, value=-window.step_size)
     if out is not None:
         out.copy_(master)
-
-
-@torch.no_grad()
-def update_moments_(exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor, coefficients: StepCoefficients) -> None:
-    """Add one gradient to the moments, in place and in their own dtype."""
-    grad = gradient.to(exp_avg.dtype)
-    if coefficients.grad_scale != 1.0:
-        grad = grad * for_fp32(coefficients.grad_scale)  # not in place: .to() may have returned the caller's tensor
-    exp_avg.lerp_(grad, 1.0 - coefficients.beta1)
-    exp_avg_sq.mul_(coefficients.beta2).addcmul_(grad, grad, value=1.0 - coefficients.beta2)

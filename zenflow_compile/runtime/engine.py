@@ -52,11 +52,7 @@ class Engine(StepRunner):
     # Ops of backward graphs, and hooks on ``.grad``.
 
     def begin_backward(self, arrived: int | None = None) -> None:
-        """Begin a backward, unless it is known already, and have ``end_backward`` called when it is over.
-
-        Args:
-            arrived: the parameter whose gradient made the backward known.
-        """
+        """Begin a backward, which the gradient of parameter ``arrived`` made known, unless it is known already."""
         if self.failure is not None or self._closing or self.in_child:
             self._check()
         task = torch_private.current_graph_task()
@@ -95,9 +91,17 @@ class Engine(StepRunner):
             self.streamed.prefetch()
 
     def _begin_in_backward(self, arrived: int | None) -> None:
-        """Begin a backward that steps at its end: no gradient of the backward before it may be left."""
+        """Begin a backward that steps at its end, and drop the gradients of one that failed, but not what ``arrived``.
+
+        Raises:
+            RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
+        """
         if torch_private.inside_compiled_autograd():
-            errors.refuse_compiled_autograd()
+            raise RuntimeError(
+                "a model compiled without an optimizer object steps at the end of its backward, and compiled autograd "
+                "does not tell when that is; run the backward without compiled autograd, or create a ZenFlowAdamW and "
+                "call its step()"
+            )
         if self.backward.concurrent:
             errors.refuse_concurrent_backward()
         # Updates may run before ``begin_update`` does both.
@@ -105,7 +109,10 @@ class Engine(StepRunner):
         if self.run_ahead is not None:
             self.run_ahead.begin_step()
         if self.backward.task is not None:
-            self._drop_failed_backward(arrived)
+            self._refuse_half_made_step()
+            with self.stale.dropped(arrived):
+                self.discard()
+                self.backward.task = None  # nothing is left of it
         self._compare_samples()
 
     def _compare_samples(self) -> None:
@@ -118,17 +125,6 @@ class Engine(StepRunner):
                 self.uploads.apply(offloaded, offloaded.due(self.step))
         self.registry.unseen_writes.begin_step()
 
-    def _drop_failed_backward(self, arrived: int | None) -> None:
-        """Drop the gradients of the backward before this one, which failed, but not the gradient that ``arrived``.
-
-        Raises:
-            RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
-        """
-        self._refuse_half_made_step()
-        with self.stale.dropped(arrived):
-            self.discard()
-            self.backward.task = None  # nothing is left of it
-
     def end_backward(self, *, nested: bool) -> None:
         """End the backward, and with it the step of the optimizer-in-backward form.
 
@@ -140,9 +136,16 @@ class Engine(StepRunner):
         if nested:
             self.backward.task = None
             if self.ranks is not None:
-                errors.refuse_nested_backward_of_ranks()
+                raise RuntimeError(
+                    "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) is not supported "
+                    "with a process_group: ranks send gradients until the whole backward is over; use "
+                    "use_reentrant=False"
+                )
             if self.in_backward:
-                errors.refuse_nested_backward()
+                raise RuntimeError(
+                    "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
+                    "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
+                )
             return
         if self.recorder.timeline is not None:
             self.recorder.end_phase()
@@ -170,11 +173,7 @@ class Engine(StepRunner):
                 ranks.end_backward()
 
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
-        """Take gradients of a graph and start their copies.
-
-        Args:
-            grads: of the parameters ``ps``.
-        """
+        """Take the gradients of the parameters ``ps`` from a graph, and start their copies."""
         split_now, chosen = self._split_now, [self.offloaded[p] for p in ps]
         with self.backward.lock:
             if self.order is not None:
@@ -306,7 +305,10 @@ class Engine(StepRunner):
         offloaded.through_autograd = True
         in_flight = offloaded.due(self.step) or offloaded.arriving is not None
         if offloaded.returned != self.backward.task and in_flight:
-            errors.refuse_stale_grad(offloaded.plan.name)
+            raise RuntimeError(
+                f"{offloaded.plan.name} was read outside of the compiled model while an update of it was in flight, so "
+                "this gradient is of old weights; call optimizer.synchronize() before running the model uncompiled"
+            )
 
     # The next forward.
 
@@ -346,15 +348,14 @@ class Engine(StepRunner):
         self.weights.begin(graph)
 
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
-        """Load a weight that a graph is about to read, unless the device has it.
-
-        Args:
-            inputs: of the graph, that have the weight's memory.
-        """
+        """Load a weight, which ``inputs`` of the graph have, unless the device has it."""
         if self.in_child:
             errors.refuse_in_child("the weights are in memory of its parent")
         if torch_private.saves_tensors_elsewhere():
-            errors.refuse_saved_tensors_hooks()
+            raise RuntimeError(
+                "saved_tensors_hooks (or save_on_cpu) are active, and would read weights that offload_weights keeps "
+                "in host memory; run the compiled model outside of them, or pass offload_weights=False"
+            )
         if self.order is not None:
             self.order.follow()
         self.weights.load(p, inputs)

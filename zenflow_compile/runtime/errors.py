@@ -29,7 +29,6 @@ def refuse_sparse_grad(param: Parameter, name: str) -> None:
 
 
 def refuse_sparse(name: str) -> NoReturn:
-    """Raise TypeError: the gradient is sparse."""
     raise TypeError(
         f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
         "or leave the parameter out of this optimizer"
@@ -37,7 +36,6 @@ def refuse_sparse(name: str) -> NoReturn:
 
 
 def refuse_untrained(name: str, dtype: torch.dtype) -> NoReturn:
-    """Raise TypeError: a parameter that was frozen, and cannot be optimized, has a gradient."""
     raise TypeError(
         f"{name} has a gradient, and its dtype {dtype} cannot be optimized; set requires_grad=False again, or train "
         "weights of another dtype and cast them in the forward"
@@ -45,7 +43,6 @@ def refuse_untrained(name: str, dtype: torch.dtype) -> NoReturn:
 
 
 def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> NoReturn:
-    """Raise TypeError: the parameter changed its dtype."""
     raise TypeError(
         f"{name} or its gradient is {found} now, and was {expected} when its optimizer was made; change the model's "
         "dtype first, then create the optimizer and compile the model"
@@ -53,48 +50,13 @@ def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> 
 
 
 def refuse_other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> NoReturn:
-    """Raise RuntimeError: the parameter changed its shape."""
     raise RuntimeError(
         f"the gradient of {name} has the shape {list(found)}, and its parameter had {list(expected)} when its "
         "optimizer was made; change the model first, then create the optimizer and compile the model"
     )
 
 
-def refuse_stale_grad(name: str) -> NoReturn:
-    """Raise RuntimeError: a gradient came through ``.grad`` while an update of its parameter was in flight."""
-    raise RuntimeError(
-        f"{name} was read outside of the compiled model while an update of it was in flight, so this gradient "
-        "is of old weights; call optimizer.synchronize() before running the model uncompiled"
-    )
-
-
-def refuse_second_grad(name: str) -> NoReturn:
-    """Raise RuntimeError: a parameter that is updated inside the backward also has a gradient in ``.grad``."""
-    raise RuntimeError(
-        f"{name} has a gradient from a backward and another in .grad, which was written by hand or by "
-        "DistributedDataParallel; a model compiled without an optimizer object cannot use both: create a ZenFlowAdamW "
-        "and call its step()"
-    )
-
-
-def refuse_mixed_grad(name: str) -> NoReturn:
-    """Raise RuntimeError: the first gradient of a backward was added to one of an interrupted backward."""
-    raise RuntimeError(
-        f"the gradient of {name} was added to that of an interrupted or failed backward, and the two cannot be "
-        "separated, so both backwards were dropped; run this forward and backward again"
-    )
-
-
-def refuse_offload_now() -> NoReturn:
-    """Raise RuntimeError: ``offload_all`` would take memory that is in use."""
-    raise RuntimeError(
-        "offload_all() was called while a backward or an optimizer step runs, which uses the memory; call it behind "
-        "them (after a backward that raised, call optimizer.zero_grad() first)"
-    )
-
-
 def refuse_forked(name: str) -> NoReturn:
-    """Raise RuntimeError: a forked process reads a gradient in host memory that it does not share."""
     raise RuntimeError(
         f"cannot read the gradient of {name} in a forked process, which does not have the host memory of offloaded "
         "gradients; read it before the fork, or pass a clone()"
@@ -114,7 +76,6 @@ def refuse_gradient_hooks(param: Parameter, name: str) -> None:
 
 
 def refuse_partial_gradient(name: str) -> NoReturn:
-    """Raise RuntimeError: the gradient's mean over ranks is not known yet."""
     raise RuntimeError(
         f"the gradient of {name} is not complete: its mean over ranks is known when the backward is over, and with "
         "gradient_accumulation_steps=n when the n-th backward is; read it or clip then, or leave that option out to "
@@ -135,24 +96,7 @@ def refuse_gradient_of_user(name: str) -> NoReturn:
 # Backwards that cannot be served.
 
 
-def refuse_nested_backward() -> NoReturn:
-    """Raise RuntimeError: the backward runs inside another one, and there is no optimizer object to call step()."""
-    raise RuntimeError(
-        "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
-        "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
-    )
-
-
-def refuse_nested_backward_of_ranks() -> NoReturn:
-    """Raise RuntimeError: the backward runs inside another one, and ranks would not know where it ends."""
-    raise RuntimeError(
-        "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) is not supported with a "
-        "process_group: ranks send gradients until the whole backward is over; use use_reentrant=False"
-    )
-
-
 def refuse_concurrent_backward() -> NoReturn:
-    """Raise RuntimeError: another thread runs a backward, or one of its backwards has failed."""
     raise RuntimeError(
         "a backward in another thread has not ended, or has failed: a model that is not compiled, or was compiled "
         "without an optimizer object, can run one backward at a time; run them one after the other, and call "
@@ -160,19 +104,10 @@ def refuse_concurrent_backward() -> NoReturn:
     )
 
 
-def refuse_compiled_autograd() -> NoReturn:
-    """Raise RuntimeError: the step is due at the end of the backward, which compiled autograd does not report."""
-    raise RuntimeError(
-        "a model compiled without an optimizer object steps at the end of its backward, and compiled autograd does not "
-        "tell when that is; run the backward without compiled autograd, or create a ZenFlowAdamW and call its step()"
-    )
-
-
 # Optimizers and parameters that cannot be used any more.
 
 
 def refuse_unseen_write(name: str) -> NoReturn:
-    """Raise RuntimeError: a weight was written in a way that autograd does not see."""
     raise RuntimeError(
         f"{name} was written through .data, or another alias that autograd does not see, and the optimizer, whose "
         "state has the old values, would undo that: write the parameter itself inside of torch.no_grad(), assign "
@@ -195,7 +130,6 @@ def refuse_changed(param: Tensor, plan: ParamPlan, device: torch.device) -> NoRe
 
 
 def refuse_reordered(name: str) -> NoReturn:
-    """Raise RuntimeError: the parameter's memory has another order of elements than at the optimizer's first use."""
     raise RuntimeError(
         f"the memory of {name} was reordered after the optimizer's first use, as "
         "model.to(memory_format=torch.channels_last) does: close() the optimizer before the change, and create it anew "
@@ -203,24 +137,10 @@ def refuse_reordered(name: str) -> NoReturn:
     )
 
 
-def refuse_closed() -> NoReturn:
-    """Raise RuntimeError: the optimizer is closed."""
-    raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
-
-
 def refuse_in_child(reason: str = "it has neither the threads nor the host memory of its parent") -> NoReturn:
-    """Raise RuntimeError: a forked process uses an optimizer of its parent."""
     raise RuntimeError(
         f"this process was forked from the one that trains, and cannot use its optimizer: {reason}; call state_dict() "
         "or synchronize() before the fork, or start the process with the spawn method"
-    )
-
-
-def refuse_saved_tensors_hooks() -> NoReturn:
-    """Raise RuntimeError: a hook would read weights that are not on the device."""
-    raise RuntimeError(
-        "saved_tensors_hooks (or save_on_cpu) are active, and would read weights that offload_weights keeps in host "
-        "memory; run the compiled model outside of them, or pass offload_weights=False"
     )
 
 
@@ -240,7 +160,6 @@ def never_queued(interrupt: BaseException | None) -> RuntimeError:
 
 
 def refuse_threads(error: RuntimeError) -> NoReturn:
-    """Raise RuntimeError: the system starts no further thread."""
     raise RuntimeError(
         f"no thread for host updates and copies could be started ({error}): raise the limit on processes (ulimit -u) "
         'or that of the control group (pids.max), run fewer DataLoader workers, or use policy="resident"'

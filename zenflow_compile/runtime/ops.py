@@ -72,7 +72,6 @@ _CLAIMS: WeakSet[ClaimOps] = WeakSet()
 
 
 def register_engine(engine: EngineOps) -> None:
-    """Make ``engine`` reachable for graph nodes until it is collected or unregistered."""
     _LIVE[engine.id] = engine
 
 
@@ -82,22 +81,18 @@ def unregister_engine(engine_id: int) -> None:
 
 
 def live_engines() -> Iterator[EngineOps]:
-    """The engines that are alive now."""
     return iter(tuple(_LIVE.values()))
 
 
 def register_claim(claim: ClaimOps) -> None:
-    """Register an optimizer as the owner of its parameters, until it ends."""
     _CLAIMS.add(claim)
 
 
 def unregister_claim(claim: ClaimOps) -> None:
-    """Forget the claim of an optimizer that has ended."""
     _CLAIMS.discard(claim)
 
 
 def find_engine(engine_id: int) -> EngineOps | None:
-    """The engine, or None if it was closed or collected."""
     return _LIVE.get(engine_id)
 
 
@@ -135,11 +130,6 @@ def any_owner() -> bool:
 
 
 def engine(engine_id: int) -> EngineOps:
-    """Resolve an engine.
-
-    Raises:
-        RuntimeError: the engine was closed or collected.
-    """
     if (found := _LIVE.get(engine_id)) is None:
         raise RuntimeError(
             f"the optimizer behind this compiled graph (engine {engine_id}) is closed; "
@@ -157,7 +147,6 @@ def returning_gradients(code: Callable[..., Any], engine_id: int, places: Mappin
 
     Args:
         code: takes a list of arguments, which it may empty.
-        engine_id: the engine that takes the gradients.
         places: positions among the outputs, by parameter.
     """
     ps = tuple(places)
@@ -198,11 +187,8 @@ def event_name(phase: str, names: Sequence[str]) -> str:
 def annotated(phase: str, names_of: Callable[..., Sequence[str]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Show calls as ``zenflow::phase (names)`` in the profile, if ``torch.profiler`` or ``emit_nvtx`` is active.
 
-    Without a profiler this adds one call and one look at a flag. Python's workers show where the profiler records all
-    threads (``profile_all_threads``), native ones never.
-
-    Args:
-        names_of: returns the parameters' names for the function's arguments; called only if a profiler is active.
+    Without a profiler this adds one call and one look at a flag, and ``names_of`` is not called. Native workers never
+    show.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -44,17 +44,12 @@ class OptimizerRuntime:
         id: by which graph nodes name the engine.
         groups: the optimizer's ``param_groups``, read at every optimizer step.
         params: all parameters, in the plan's order.
-        offloaded: runtime state of the parameters that the host updates, by index.
-        streamed: runtime state of those whose state is streamed through the device.
+        offloaded, streamed: those that the host updates, and those whose state the device streams, by index.
         weights: those that are in host memory between their uses.
-        device_memory: of all state and buffers, which may be given back.
-        ranks: the ranks that divide the parameters; None without any.
-        shards: the ranks of a sharded model; None without any.
-        calls: ``ranks`` or ``shards``; None if this rank trains alone.
+        calls: ``ranks``, which divide the parameters, or ``shards`` of a sharded model; None if this rank is alone.
         step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
-        closed: ``close`` has completed.
         used: a graph, a gradient or an optimizer step depends on this engine.
         in_child: this is a forked child's copy, which has neither the threads nor the host memory.
         sharded: the parameters are those of a model that FSDP2 shards, over one rank or several.
@@ -144,10 +139,9 @@ class OptimizerRuntime:
     # Parameters.
 
     def add_params(self, named: Sequence[Sequence[tuple[str, Parameter]]], first_group: int = 0) -> None:
-        """Plan and allocate further parameters, by param group. Those that exist keep their phases.
+        """Plan and allocate further parameters, by param group, of which ``first_group`` is the index of the first one.
 
-        Args:
-            first_group: index of the first of these groups among the optimizer's.
+        Those that exist keep their phases.
 
         Raises:
             ValueError: more host memory is needed than the machine has; nothing has been changed then.
@@ -164,7 +158,6 @@ class OptimizerRuntime:
 
     @property
     def plan(self) -> Plan:
-        """The plan of all parameters."""
         return self.registry.plan
 
     def index_of(self, param: Tensor) -> int | None:
@@ -173,7 +166,6 @@ class OptimizerRuntime:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of all parameters of the optimizer, in their own dtype."""
         return self.registry.model_bytes
 
     @property
@@ -183,12 +175,10 @@ class OptimizerRuntime:
 
     @property
     def worker_cores(self) -> tuple[int, ...]:
-        """The logical core of each worker."""
         return self.registry.transport.workers.cores
 
     @property
     def selections(self) -> int:
-        """Number of re-selections so far."""
         return self.uploads.selections
 
     @property
@@ -204,7 +194,6 @@ class OptimizerRuntime:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where events are recorded; None without a profiler."""
         return self.recorder.timeline
 
     @timeline.setter
@@ -224,11 +213,7 @@ class OptimizerRuntime:
         self._module_hooks += hooks
 
     def check_models(self, models: Sequence[nn.Module]) -> None:
-        """Check that those of ``models`` that are compiled hold the engine's parameters.
-
-        Raises:
-            RuntimeError: a parameter was replaced.
-        """
+        """Raise RuntimeError if one of ``models`` that is compiled has a parameter that was replaced."""
         self.holders.check_models(self.plan.params, models)
 
     def check_parameters(self) -> None:
@@ -274,7 +259,10 @@ class OptimizerRuntime:
         self._check()
         backward = self.backward
         if backward.task is not None or self._updating or torch_private.current_graph_task() != -1:
-            errors.refuse_offload_now()
+            raise RuntimeError(
+                "offload_all() was called while a backward or an optimizer step runs, which uses the memory; call it "
+                "behind them (after a backward that raised, call optimizer.zero_grad() first)"
+            )
         with backward.lock:  # a backward that begins in another thread waits, and brings everything back
             self.synchronize()
             if self.device_memory.given_back:
@@ -313,20 +301,14 @@ class OptimizerRuntime:
         return nullcontext() if (calls := self.calls) is None else calls.group.announcing()
 
     def check_unchanged(self) -> None:
-        """
-        Raises:
-            RuntimeError: a parameter has another shape, dtype or device than the plan: the model was changed.
-        """
+        """Raise RuntimeError if a parameter has another shape, dtype or device than the plan."""
         self.registry.check_unchanged()
 
     def apply_due(self, params: Iterable[Tensor] | None = None) -> None:
-        """Make due updates visible to code that reads weights without a fetch. Cheap when nothing is due.
+        """Make due updates, of all parameters or of ``params``, visible to code that reads weights without a fetch.
 
-        It runs as outside of inference mode, tracing, functorch transforms and dispatch modes, which belong to the
-        reader and not to the updates.
-
-        Args:
-            params: only the updates of these; None: all.
+        Cheap when nothing is due. It runs as outside of inference mode, tracing, functorch transforms and dispatch
+        modes, which belong to the reader and not to the updates.
 
         Raises:
             RuntimeError: work in flight failed, a weight was written while an update of it was in flight, or an update
@@ -390,11 +372,7 @@ class OptimizerRuntime:
         return self.weights.offloaded
 
     def keep_weights(self, reasons: Mapping[int, str]) -> None:
-        """Keep weights on the device from now on.
-
-        Args:
-            reasons: by index of the parameter.
-        """
+        """Keep weights on the device from now on, for ``reasons`` by index of the parameter."""
         marked = [self.offloaded[p] for p in reasons if p in self.offloaded]
         with torch_private.outside_of_transforms():  # a graph is being compiled, with fake tensors
             self.uploads.apply_due(self.step, reasons.keys())
@@ -408,7 +386,7 @@ class OptimizerRuntime:
         self.weights.declare(graph, loads)
 
     def hold_weights(self, params: Iterable[Tensor] | None = None, *, to_write: bool = False) -> None:
-        """Load weights for code that is no graph of ours, until the next optimizer step. None: all.
+        """Load weights, None: all, for code that is no graph of ours, until the next optimizer step.
 
         Args:
             to_write: that code overwrites them: values that a file has lost do not raise.
@@ -513,7 +491,7 @@ class OptimizerRuntime:
         if self.in_child:
             errors.refuse_in_child()
         if self.closed or self._closing:
-            errors.refuse_closed()
+            raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
         if self.failure is not None:
             errors.refuse_failed(self.failure)
         if self.order is not None:

@@ -40,10 +40,8 @@ def seconds_between(begin: Moment, end: Moment) -> float:
 class Recorder:
     """Records events of an engine, its lanes and its workers; keeps none of them alive.
 
-    Events of the device's stream time its work; the host's clock times waits of the host.
-
-    Args:
-        clock: of the device; None where operators are complete when they return.
+    Events of the device's stream time its work; the host's clock times waits of the host, and everything where
+    operators are complete when they return (``clock`` is None).
 
     Attributes:
         timeline: where events go; None without a profiler.
@@ -69,7 +67,6 @@ class Recorder:
         return _NOTHING if self.timeline is None else self._recorded(kind, param, on_host)
 
     def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> AbstractContextManager[None]:
-        """Record the block as a wait, if ``waiting``."""
         return self._recorded("wait", param, on_host) if waiting and self.timeline is not None else _NOTHING
 
     @contextmanager
@@ -119,7 +116,6 @@ class Recorder:
         return _NOTHING if self.timeline is None else self._inference()
 
     def end_step(self) -> None:
-        """End an optimizer step."""
         self.end_phase()
         if self.timeline is not None and self._step_began is not None:
             now = time.perf_counter_ns()

@@ -17,8 +17,6 @@ from zenflow_compile.torch_internals import torch_private
 
 
 class Removable(Protocol):
-    """A hook that can be taken back."""
-
     def remove(self) -> None: ...
 
 
@@ -31,11 +29,7 @@ class ServesShards(Protocol):
 
 
 def hook_shards(params: Sequence[Tensor], engine_id: int) -> list[Removable]:
-    """Have FSDP2 call ``before_unshard`` before it gathers ``params``, and modules ``synchronize`` and ``before_load``.
-
-    Args:
-        params: of the model; those that are not sharded are left out.
-    """
+    """Have FSDP2 call ``before_unshard`` before it gathers ``params``, and modules the two others."""
     sharded = [param for param in params if torch_private.is_dtensor(param)]
     handles: list[Removable] = [*torch_private.listen_to_unshard(sharded, _BeforeUnshard(engine_id))]
     for module in torch_private.modules_with_shards(sharded):

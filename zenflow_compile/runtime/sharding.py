@@ -20,19 +20,13 @@ from zenflow_compile.torch_internals import torch_private
 
 
 class LocalShard(Parameter):
-    """The part of a sharded parameter, in the same memory.
-
-    Attributes:
-        sharded: the parameter of the model, a ``DTensor``.
-        by: how it is sharded.
-    """
+    """The part of ``sharded``, a ``DTensor`` of the model, in the same memory."""
 
     sharded: Parameter
     by: ShardedBy
 
     @staticmethod
     def of(param: Parameter, by: ShardedBy) -> LocalShard:
-        """The part that this rank has of ``param``."""
         shard: LocalShard = Tensor._make_subclass(LocalShard, torch_private.local_tensor(param), param.requires_grad)
         shard.sharded, shard.by = param, by
         return shard
@@ -95,11 +89,7 @@ ALTERNATIVE = (
 
 
 class Sharding(NamedTuple):
-    """The mesh of a sharded model.
-
-    Attributes:
-        mesh: of its parameters; dim: the dimension over which they are sharded, and not replicated.
-    """
+    """The mesh of a sharded model, and the dimension over which it is sharded and not replicated."""
 
     mesh: DeviceMesh
     dim: int
@@ -182,11 +172,7 @@ def leaves_a_rank_empty(slices: int, ranks: int) -> bool:
 
 
 def refuse_sharded(params: Iterable[Tensor]) -> None:
-    """Refuse parameters that are sharded in another way than ``fully_shard`` does.
-
-    Raises:
-        TypeError: a parameter is sharded in a way that is not served, or a wrapper around other tensors.
-    """
+    """Raise TypeError if a parameter is sharded in another way than by ``fully_shard``, or wraps other tensors."""
     for param in params:
         if torch_private.is_dtensor(param):
             if not _is_served(param):
@@ -207,14 +193,7 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
 
 
 def refuse_exchanged(params: Iterable[Tensor]) -> None:
-    """Refuse sharded parameters that a strategy has put into the groups of an optimizer, in the place of whole ones.
-
-    Args:
-        params: that the optimizer was not created over.
-
-    Raises:
-        TypeError: one of them is sharded.
-    """
+    """Raise TypeError if a strategy has put one of ``params`` into an optimizer, in the place of a whole parameter."""
     if any(torch_private.is_wrapper_subclass(param) for param in params):
         raise TypeError(
             "the parameters in param_groups were replaced by shards after the optimizer was created, as Accelerate "

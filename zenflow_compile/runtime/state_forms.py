@@ -67,12 +67,10 @@ class StateForm:
 
     @classmethod
     def of_deferred(cls, plan: ParamPlan) -> StateForm:
-        """The form of the deferred slices' state."""
         return cls(plan.split_master, plan.moments, plan.length)
 
     @classmethod
     def of_selected(cls, plan: ParamPlan) -> StateForm:
-        """The form of the selected slices' state."""
         return cls(moments=plan.moments, length=plan.length)
 
     @classmethod
@@ -82,12 +80,10 @@ class StateForm:
 
     @property
     def plain(self) -> bool:
-        """Whether the state is stored in fp32."""
         return not self.split and self.moments == "fp32"
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Dtypes of the stored tensors."""
         moments = _MOMENTS[self.moments]
         return torch.int16 if self.split else torch.float32, moments, moments
 
@@ -103,7 +99,6 @@ class StateForm:
         return -(-self.length // QUANTIZATION_BLOCK)
 
     def tensors(self, slices: int) -> list[tuple[tuple[int, int], torch.dtype]]:
-        """Shapes and dtypes of the stored tensors of so many slices."""
         return [((slices, elements), dtype) for elements, dtype in zip(self.row_elements, self.dtypes, strict=True)]
 
     def expand(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,11 +110,7 @@ class StateForm:
         return exp_avg, exp_avg_sq
 
     def compress(self, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
-        """Rows of moments as they are stored, of fp32 moments [n, length].
-
-        Args:
-            step: decides how they are rounded, with their values.
-        """
+        """Rows of moments as they are stored, of fp32 moments [n, length]; ``step`` decides how they are rounded."""
         if self.moments == "fp32":
             return exp_avg, exp_avg_sq
         return self._in_pieces(partial(self._compress, step=step), exp_avg, exp_avg_sq)
@@ -189,12 +180,7 @@ class StateRows:
         return State(master, *form.expand(exp_avg, exp_avg_sq))
 
     def write(self, state: Sequence[Tensor], rows: Tensor | slice = slice(None), *, step: int = 0) -> None:
-        """Store fp32 master and moments as ``rows``, each one time.
-
-        Args:
-            state: f32[n, length] each.
-            step: decides how moments are rounded, with their values.
-        """
+        """Store fp32 master and moments [n, length] as ``rows``, each one time; ``step`` decides the rounding."""
         form, (master, exp_avg, exp_avg_sq) = self.form, state
         if self.weights is not None:
             self.weights[rows] = master.to(self.weights.dtype)
@@ -297,7 +283,6 @@ def _code(relative: Tensor, random: Tensor, mantissa: int) -> Tensor:
 
 
 def _floats(bits: Tensor) -> Tensor:
-    """fp32 numbers of 32-bit words."""
     return torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 

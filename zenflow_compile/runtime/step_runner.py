@@ -26,7 +26,6 @@ class StepRunner(OptimizerRuntime):
 
     @property
     def windows_hold_gradients(self) -> bool:
-        """Whether any update window holds gradients, so that a flush would apply them."""
         return any(offloaded.window_gradients for offloaded in self.offloaded.values())
 
     @property
@@ -158,8 +157,7 @@ class StepRunner(OptimizerRuntime):
         """Update those of ``ps`` whose gradients are final: selected slices now, deferred ones in their update windows.
 
         Args:
-            params: those of them that have columns on the device, in the order of ``ps``, as a graph has them; None:
-                the engine's own.
+            params: those with columns on the device, in the order of ``ps``, as a graph has them; None: the engine's.
         """
         if params is not None:
             on_device = [p for p in ps if self.offloaded[p].plan.k]
@@ -179,7 +177,6 @@ class StepRunner(OptimizerRuntime):
             raise
 
     def _taking_part(self, ps: Sequence[int]) -> list[Member]:
-        """Those of ``ps`` whose gradients are final."""
         chosen = [self.offloaded[p] for p in ps]
         if self._updating:
             # A missing gradient takes part, too: update windows flush by the step's number.
@@ -209,11 +206,7 @@ class StepRunner(OptimizerRuntime):
         update_slices(chosen)
 
     def _update_on_host(self, members: Sequence[Member], warming_up: bool) -> None:
-        """Add gradients, where there are any, to their update windows, and flush those that are due.
-
-        Args:
-            warming_up: every update window is flushed, and applied in the next forward.
-        """
+        """Add gradients, if any, to their update windows, and flush those that are due: all while warming up."""
         flushed: list[FlushedWindow] = []
         schedule, step = self.schedule, self.step
         for offloaded, coefficients, eps in members:

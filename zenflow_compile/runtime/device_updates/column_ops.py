@@ -209,7 +209,6 @@ def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, e
 def reference_quantize_slices_(
     gradient: Tensor, residual: Tensor, grad_scale: float | Tensor, scales_out: Tensor, values_out: Tensor
 ) -> None:
-    """:func:`quantize_slices_` in PyTorch."""
     # Temporaries that fit into a cache, or few launches.
     chunk = _CHUNK_ELEMENTS if device_of(gradient.device).streams is None else _LAUNCH_ELEMENTS
     slices = max(1, chunk // max(1, gradient.shape[1]))
@@ -226,11 +225,7 @@ def reference_quantize_slices_(
 
 
 def bounded_batches(items: Sequence[_T], elements: Sequence[int], limit: int) -> list[list[_T]]:
-    """Cut ``items`` into consecutive batches of at most ``limit`` elements; a larger item is a batch alone.
-
-    Args:
-        elements: of each item.
-    """
+    """Cut ``items`` into consecutive batches of at most ``limit`` ``elements``; a larger item is a batch alone."""
     if sum(elements) <= limit:
         return [list(items)] if items else []
     batches: list[list[_T]] = [[]]
@@ -245,7 +240,6 @@ def bounded_batches(items: Sequence[_T], elements: Sequence[int], limit: int) ->
 
 
 def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
-    """:func:`column_norms` in PyTorch."""
     if matrix.stride(1) != 1:
         matrix, dim = row_major(matrix, dim)
     if matrix.numel() <= _SQUARES_ELEMENTS:
@@ -266,7 +260,6 @@ def reference_column_norms(matrix: Tensor, dim: int) -> Tensor:
 def reference_split_columns(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> None:
-    """The blocks of :func:`norms_and_split` in PyTorch."""
     if matrix.stride(1) != 1:
         matrix, dim = row_major(matrix, dim)
     blocks = [(selection.selected, selected_out), (selection.deferred, deferred_out)]

@@ -67,11 +67,9 @@ class ResidentState:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the state."""
         return [self.exp_avg, self.exp_avg_sq, self.step, *([] if self.master is None else [self.master])]
 
     def on_device(self) -> list[Tensor]:
-        """The tensors of the state that are on the parameter's device."""
         return [each for each in self.tensors() if each is not self.step or self.form.plain]
 
     def reseed_master(self, param: Tensor) -> None:
@@ -131,11 +129,9 @@ class ResidentAdam:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the state, in bytes."""
         return sum(tensor.nbytes for state in self.states.values() for tensor in state.on_device())
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory."""
         for state in self.states.values():
             found.content(*state.on_device())
 
@@ -143,7 +139,6 @@ class ResidentAdam:
     def update(
         self, params: Sequence[Parameter], grads: Sequence[Tensor], coefficients: StepCoefficients, *, eps: float
     ) -> None:
-        """Do one AdamW step; see :func:`update_on_device`."""
         for param in params:
             if param not in self.states:
                 self.states[param] = self._new(param)
@@ -151,7 +146,6 @@ class ResidentAdam:
         update_on_device(list(zip(params, grads, states, strict=True)), coefficients, eps=eps)
 
     def load(self, param: Parameter, state: ResidentState) -> None:
-        """Put back a checkpoint's state; see :meth:`ResidentState.load`."""
         like = self._new(param)
         like.load(state, param)
         self.states[param] = like
@@ -162,15 +156,10 @@ class ResidentAdam:
 
 @torch.no_grad()
 def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients, *, eps: float) -> None:
-    """Do one AdamW step for parameters that share coefficients, with state on the device. Gradients are not written.
+    """Do one AdamW step for parameters that share coefficients, all on one device. Gradients are not written.
 
     For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
     ``coefficients.grad_scale`` before. 16-bit gradients are cast to fp32 first and scaled then.
-
-    Args:
-        updates: of parameters that have a gradient, all on one device.
-        coefficients: coefficients of this step.
-        eps: of Adam, outside the root.
     """
 
     for param, _, state in updates:
@@ -182,7 +171,6 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients, 
 
 
 def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
-    """Update parameters with moments in fewer bytes."""
     if not updates:
         return
     # Operators that write .data do not move the version: ``bump_versions`` does, and counts it.
@@ -247,7 +235,6 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float)
 
 
 def has_master(param: Tensor) -> bool:
-    """Return whether the state of a parameter has a master, because its weights have fewer bits."""
     return param.dtype != _state_dtype(param)
 
 

@@ -69,12 +69,10 @@ class Selection:
         )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``selected``, ``deferred`` and ``position``."""
         return self.selected, self.deferred, self.position
 
     @property
     def slices(self) -> int:
-        """Number of slices of the matrix."""
         return self.position.numel()
 
     @cached_property
@@ -89,11 +87,9 @@ class Selection:
 
     @property
     def nbytes(self) -> int:
-        """Device memory."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory."""
         found.content(*self.tensors(), vars(self).get("selected_i64"))
 
 
@@ -154,15 +150,11 @@ def row_major(matrix: Tensor, dim: int) -> tuple[Tensor, int]:
 
 
 def best_slices(score: Tensor, k: int, groups: int) -> Tensor:
-    """Select the slices with the highest scores of each group.
+    """Select the slices with the highest scores of each group: i32[k], ascending.
 
     Args:
         score: f32[slices].
-        k: number of slices to select; group ``g`` gets ``k // groups`` of them, one more where ``g < k % groups``.
-        groups: number of groups.
-
-    Returns:
-        i32[k], ascending.
+        k: number of slices; group ``g`` gets ``k // groups`` of them, one more where ``g < k % groups``.
     """
     order = torch.sort(_columns(score, groups, -math.inf), dim=0, descending=True, stable=True).indices
     slices = order * groups + torch.arange(groups, device=score.device)
@@ -195,7 +187,7 @@ def better_slices(score: Tensor, selected: Tensor, k: int, margin: float, at_mos
 
 
 def count_swaps(score: Tensor, selected: Tensor, groups: int, margin: float) -> Tensor:
-    """Count the swaps that are worth it in all groups.
+    """Count the swaps that are worth it in all groups: f32[...], for each parameter.
 
     In each group the best deferred slice is compared with the worst selected one, the second best with the second
     worst, and so on. A swap is worth it if the score of the slice that enters exceeds that of the slice it replaces by
@@ -204,11 +196,6 @@ def count_swaps(score: Tensor, selected: Tensor, groups: int, margin: float) -> 
     Args:
         score: f32[..., slices], of any number of parameters.
         selected: bool[..., slices].
-        groups: number of groups.
-        margin: as above.
-
-    Returns:
-        f32[...], the count of each parameter.
     """
     enters, _, _ = _swaps(score, selected, groups, margin)
     return enters.sum((-2, -1), dtype=torch.float32)
@@ -243,7 +230,6 @@ def _swaps(score: Tensor, selected: Tensor, groups: int, margin: float) -> tuple
 
 
 def _columns(values: Tensor, groups: int, padding: float) -> Tensor:
-    """View ``values`` [..., slices] as [..., ceil(slices / groups), groups]."""
     missing = -values.shape[-1] % groups
     padded = torch.nn.functional.pad(values, (0, missing), value=padding)
     return padded.view(*values.shape[:-1], -1, groups)

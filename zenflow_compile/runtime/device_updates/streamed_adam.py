@@ -34,27 +34,19 @@ CoefficientsOf = Callable[[int], tuple[StepCoefficients, float]]
 
 
 class WriteBack(NamedTuple):
-    """A D2H copy of streamed state: sequence number and ticket."""
-
     number: int
     ticket: Ticket
 
 
 @dataclass(slots=True)
 class StreamBuffer:
-    """Device memory for the state of one subgroup at a time, f32[elements].
-
-    Attributes:
-        write_back: the last copy out of it; None if it ended.
-    """
+    """Device memory for the state of one subgroup at a time, f32[elements], and the last copy out of it."""
 
     tensor: Tensor
     write_back: WriteBack | None = None
 
 
 class Loaded(NamedTuple):
-    """A subgroup's state in a device buffer, and the ticket of its copy in."""
-
     buffer: StreamBuffer
     ticket: Ticket
 
@@ -82,7 +74,6 @@ class StreamedParam:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the parameter has one."""
         return self.param.grad is not None
 
     def gradient(self) -> Tensor | None:
@@ -118,12 +109,10 @@ class StreamedGroup:
 
     @property
     def name(self) -> str:
-        """Its name in recordings."""
         return f"subgroup {self.number}"
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any of its parameters has one."""
         return any(each.has_gradient for each in self.params)
 
     def states_in(self, buffer: StreamBuffer) -> list[ResidentState]:
@@ -209,11 +198,9 @@ class StreamedAdam:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of buffers and step counts."""
         return sum(buffer.tensor.nbytes for buffer in self.buffers) + FP32_BYTES * len(self._steps_on_device)
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory."""
         loaded = [each.buffer.tensor for each in self.loaded.values()]
         found.content(*loaded, *self._steps_on_device)
         found.scratch(*(buffer.tensor for buffer in self.buffers))
@@ -300,31 +287,19 @@ class StreamedAdam:
     # Failures and checkpoints.
 
     def raise_failures(self) -> None:
-        """Raise the error of a copy that failed so far, without waiting.
-
-        Raises:
-            CopyError: a copy failed; chained to the original error.
-        """
+        """Raise the CopyError of a copy that failed so far, without waiting."""
         for ticket in self._tickets():
             if ticket.error is not None:
                 ticket.wait()
 
     def check_weights(self) -> None:
-        """Check that the parameters that ranks divide are contiguous: of others, a part would be a copy.
-
-        Raises:
-            RuntimeError: one is not any longer.
-        """
+        """Raise RuntimeError if a parameter that ranks divide is not contiguous any longer: a part would be a copy."""
         for each in self.params.values():
             if each.plan.flat is not None and not each.param.is_contiguous():
                 errors.refuse_reordered(each.plan.name)
 
     def wait(self) -> None:
-        """Wait until all state is in host memory.
-
-        Raises:
-            CopyError: a copy failed; chained to the original error.
-        """
+        """Wait until all state is in host memory; raises CopyError of a copy that failed."""
         for ticket in self._tickets():
             ticket.wait()
 

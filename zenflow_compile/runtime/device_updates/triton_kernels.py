@@ -234,7 +234,6 @@ def _random_bits(exp_avg, exp_avg_sq, step):  # type: ignore[no-untyped-def]
 
 @_jit
 def _rounded_to_bf16(values, half):  # type: ignore[no-untyped-def]
-    """The bits of bf16 numbers, as u32."""
     # Infinite numbers stay so: the bits that are cut off are zeros.
     return tl.where(values == values, (_bits(values) + half) >> 16, 0x7FC0)
 
@@ -439,14 +438,11 @@ def _quantize_slices_kernel(  # type: ignore[no-untyped-def]
 def norms_and_split(
     matrix: Tensor, dim: int, selection: Selection, selected_out: Tensor, deferred_out: Tensor
 ) -> Tensor:
-    """See ``column_ops.norms_and_split``."""
     return _norms(matrix, dim, selection.position, selection.selected.numel(), selected_out, deferred_out)
 
 
 def column_norms(matrix: Tensor, dim: int) -> Tensor:
-    """See ``column_ops.column_norms``. The kernel of the split adds up the squares, in the same order, and splits off
-    nothing.
-    """
+    """The kernel of the split adds up the squares, in the same order, and splits off nothing."""
     slices, nothing = matrix.shape[dim], matrix.new_empty(0)
     nowhere = torch.full((slices,), slices, dtype=torch.int32, device=matrix.device)
     return _norms(matrix, dim, nowhere, 0, nothing, nothing)
@@ -543,11 +539,7 @@ def _place_slices(matrix: Tensor, dim: int, selection: Selection, first_in: Tens
 
 
 def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: float) -> None:
-    """See ``column_ops.adam_columns_``; of one parameter.
-
-    Raises:
-        ValueError: a state tensor or the gradient is not contiguous, or has another shape or dtype than its form has.
-    """
+    """Of one parameter. Raises ValueError if state or gradient have another layout, shape or dtype than the form."""
     matrix, dim = row_major(state.matrix, state.dim)
     slices = matrix.shape[dim] if state.selection is None else state.selection.selected.numel()
     shape = (slices, matrix.shape[1 - dim])
@@ -601,7 +593,6 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype
 def quantize_slices_(
     gradient: Tensor, residual: Tensor, grad_scale: float | Tensor, scales_out: Tensor, values_out: Tensor
 ) -> None:
-    """See ``column_ops.quantize_slices_``."""
     slices, length = gradient.shape
     block_length = min(_QUANTIZED_ELEMENTS, triton.next_power_of_2(length))
     block_slices = _QUANTIZED_ELEMENTS // block_length

@@ -16,11 +16,9 @@ from zenflow_compile.torch_internals import torch_private
 
 
 class WriteMark(NamedTuple):
-    """The version and memory of a parameter after the last known write.
+    """The version (``external_bumps``) and the memory of a parameter after the last known write.
 
-    Attributes:
-        bumps: its ``VersionCounter.external_bumps``.
-        memory: its memory, because ``param.data = ...`` replaces it without moving the version.
+    ``param.data = ...`` replaces the memory without moving the version.
     """
 
     bumps: int
@@ -32,8 +30,7 @@ class VersionCounter:
 
     Attributes:
         own_bumps: number of times that the engine moved the version.
-        sharers: indices in the plan of the parameters that have this counter.
-        shared: these are several.
+        sharers: indices in the plan of the parameters that have this counter; ``shared`` if these are several.
         exposed: tensors that are not parameters of the engine may share this counter, such as a frozen chunk, or one
             that another optimizer updates.
     """
@@ -47,7 +44,6 @@ class VersionCounter:
         self.exposed = False
 
     def add(self, index: int, param: Tensor) -> None:
-        """Note that parameter ``index`` of the plan has this counter."""
         self.sharers.append(index)
         self.shared = len(self.sharers) > 1
         self.exposed |= param.untyped_storage().nbytes() > param.nbytes
@@ -60,7 +56,6 @@ class VersionCounter:
         return param._version - self.own_bumps
 
     def mark(self, param: Tensor) -> WriteMark:
-        """Mark the current version and memory of ``param``, which has this counter."""
         return WriteMark(self.external_bumps(param), torch_private.MemoryMark(param))
 
     def written_since(self, param: Tensor, mark: WriteMark | None) -> bool:
@@ -69,13 +64,10 @@ class VersionCounter:
 
 
 def bump_versions(params: Sequence[Tensor], counters: Sequence[VersionCounter]) -> None:
-    """Move the version of each of ``params`` by one, and count it as a write of the engine.
+    """Move the version of each of ``params`` by one, and count it in its counter as a write of the engine.
 
     The kernels write below autograd. Without the bump, a graph that saved the old weights would silently use the new
     ones.
-
-    Args:
-        counters: of ``params``, in their order.
     """
     torch.autograd.graph.increment_version(params)
     # Counted last: after an interrupt in between, the bumps look like an external write, and the weights are compared.

@@ -45,12 +45,8 @@ class Gradients:
     """State that the gradients of one engine share.
 
     Attributes:
-        visible: gradients are shown in ``.grad``; False for the optimizer-in-backward form, which consumes them inside
-            the backward.
-        factors: multiplies the factors of all gradients.
-        scales: arithmetic with the scales of summed gradients.
+        visible: gradients are shown in ``.grad``; False for the optimizer in backward, which consumes them there.
         dense: number of gradients that became dense so far.
-        engine: takes gradients that autograd adds to one in ``.grad``.
         process: id of the process that has the host memory of the gradients.
     """
 

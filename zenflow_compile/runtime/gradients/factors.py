@@ -22,12 +22,7 @@ Factor = float | Tensor
 
 
 class FinalFactors(NamedTuple):
-    """The factors that an optimizer step uses.
-
-    Attributes:
-        grad_scale: all factors.
-        unscale: the one from loss scaling.
-    """
+    """The factors that an optimizer step uses: all of them, and the one from loss scaling."""
 
     grad_scale: Number = 1.0
     unscale: Number = 1.0
@@ -47,12 +42,8 @@ class Scaled(Protocol):
 class Factors:
     """Multiplies factors. Gradients that are multiplied with one tensor share the product.
 
-    Args:
-        device: where factors stay.
-        deferred: keep them there; False reads each one at once, which is free on the CPU.
-
     Attributes:
-        deferred: see above.
+        deferred: factors stay on the device; False reads each one at once, which is free on the CPU.
     """
 
     def __init__(self, device: torch.device, *, deferred: bool) -> None:

@@ -133,19 +133,16 @@ class GradientRecord:
         self.handle: weakref.ref[Tensor] | None = None
 
     def belongs_to(self, source: GradientSource) -> bool:
-        """Whether this is a gradient of the parameter that ``source`` serves."""
         return self._source() is source
 
     @property
     def first_tensor(self) -> Tensor | None:
-        """The first tensor of this gradient, if any tensor of it is alive."""
         return None if self.handle is None else self.handle()
 
     # Reading.
 
     @property
     def factor(self) -> Factor:
-        """All factors on the values."""
         return product_of(self.clip, self.unscale)
 
     def read(self) -> Tensor:
@@ -246,11 +243,7 @@ class GradientRecord:
         return record
 
     def scale(self, by: float | Tensor, *, divide: bool = False, unscale: bool = False) -> None:
-        """Multiply the gradient by one element in place, or divide it.
-
-        Args:
-            unscale: the factor undoes loss scaling.
-        """
+        """Multiply the gradient by one element in place, or divide it; ``unscale``: the factor undoes loss scaling."""
         if self.state is GradientState.IN_BACKWARD:
             self.refuse("scale")
         if self.state is GradientState.DENSE:
@@ -277,7 +270,6 @@ class GradientRecord:
         self._leave_engine()
 
     def accumulate(self, grad: Tensor) -> None:
-        """Add ``grad``, which autograd accumulates into ``.grad``."""
         source = self._source()
         if source is not None:
             source.accumulate(self, grad)
@@ -285,30 +277,22 @@ class GradientRecord:
             self.make_dense().add_(grad)
 
     def forget_factors(self) -> None:
-        """Reset both factors to 1."""
         self.clip = self.unscale = 1.0
 
     # The engine's side.
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory of norm and factors."""
         found.content(self.norm, *(self.spare or ()))
         found.content(*(each for each in (self.clip, self.unscale) if isinstance(each, Tensor)))
         found.numbers(self.final)
 
     def check_usable(self) -> None:
-        """
-        Raises:
-            RuntimeError: no optimizer step can use it: an earlier step has, or it was dropped.
-        """
+        """Raise RuntimeError if no optimizer step can use it: an earlier step has, or it was dropped."""
         if self.state.gone:
             self.refuse("use")
 
     def check_not_averaged(self) -> None:
-        """
-        Raises:
-            RuntimeError: the gradient is the mean over ranks already, and a collective of the user's would use it.
-        """
+        """Raise RuntimeError if the gradient is the mean over ranks already: a collective would use it."""
         if (source := self._source()) is not None and source.averaged:
             raise RuntimeError(
                 f"a collective is called with the gradient of {self.like.name}, which is the mean over ranks already: "
@@ -317,11 +301,7 @@ class GradientRecord:
             )
 
     def values_at_close(self, *, keep: bool) -> Tensor | None:
-        """The tensor that stays in ``.grad`` when the engine closes.
-
-        Args:
-            keep: keep the values of a gradient that is in engine memory.
-        """
+        """The tensor that stays in ``.grad`` at close; ``keep`` also moves values out of engine memory."""
         if self.state is GradientState.DENSE:
             return self.make_dense()
         if keep and not self.state.gone:
@@ -330,11 +310,7 @@ class GradientRecord:
         return None
 
     def dropped(self, *, keep: bool) -> None:
-        """Give up a gradient that left ``.grad`` before a step used it.
-
-        Args:
-            keep: it becomes dense if a tensor of it is alive.
-        """
+        """Give up a gradient that left ``.grad`` before a step; ``keep``: it becomes dense if a tensor lives."""
         if self.state.away and keep and self.first_tensor is not None:
             with suppress(RuntimeError):  # a failed copy, which raises elsewhere
                 self.make_dense()
@@ -342,13 +318,7 @@ class GradientRecord:
             self.state = GradientState.DISCARDED
 
     def refuse(self, verb: str) -> NoReturn:
-        """
-        Args:
-            verb: what the caller was about to do with the gradient.
-
-        Raises:
-            RuntimeError: always: the values are gone.
-        """
+        """Raise RuntimeError: the values are gone, which the caller was about to ``verb``."""
         name = self.like.name
         if self.state is GradientState.SPOILED:
             raise RuntimeError(

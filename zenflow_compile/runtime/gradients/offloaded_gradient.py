@@ -57,7 +57,6 @@ class OffloadedGradient(Tensor):
 
     @staticmethod
     def of(record: GradientRecord) -> OffloadedGradient:
-        """A tensor of ``record``'s gradient."""
         like = record.like
         tensor: OffloadedGradient = Tensor._make_wrapper_subclass(
             OffloadedGradient, like.shape, dtype=like.dtype, device=like.device
@@ -437,7 +436,6 @@ class ShownGradient(GradientSource, ABC):
 
     @property
     def state(self) -> GradientState | None:
-        """The state of the engine's gradient; None without one."""
         return None if self.record is None else self.record.state
 
     def _grad_of_user(self) -> Tensor | None:
@@ -464,7 +462,11 @@ class ShownGradient(GradientSource, ABC):
             grad._record.check_usable()
         errors.refuse_sparse_grad(self.param, self.plan.name)
         if consumed_in_backward:
-            errors.refuse_second_grad(self.plan.name)
+            raise RuntimeError(
+                f"{self.plan.name} has a gradient from a backward and another in .grad, which was written by hand or "
+                "by DistributedDataParallel; a model compiled without an optimizer object cannot use both: create a "
+                "ZenFlowAdamW and call its step()"
+            )
         return True
 
     @property
@@ -521,11 +523,7 @@ class ShownGradient(GradientSource, ABC):
         self._release_parts()
 
     def release_gradient(self, *, keep: bool) -> None:
-        """Leave nothing in ``.grad`` that needs the engine.
-
-        Args:
-            keep: a gradient that no step has used becomes a dense tensor there.
-        """
+        """Leave nothing in ``.grad`` that needs the engine; with ``keep``, an unused gradient becomes dense."""
         grad = self.param.grad
         if isinstance(grad, OffloadedGradient):
             self.param.grad = grad._record.values_at_close(keep=keep)
@@ -543,19 +541,16 @@ class ShownGradient(GradientSource, ABC):
     # ``GradientSource``, for the record.
 
     def give_up(self, record: GradientRecord) -> None:
-        """Free the parts of a gradient that is no longer the engine's."""
         if record is self.record:
             self.record = None
             self._release_parts()
 
     def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
-        """Add ``grad``, which autograd accumulates into ``.grad``."""
         if (engine := self._gradients.engine()) is None:
             record.refuse("add to")
         engine.accumulate_grad(self.plan.index, record, grad)
 
     def became_dense(self) -> None:
-        """Count a gradient that became dense."""
         self._gradients.became_dense()
 
     @property

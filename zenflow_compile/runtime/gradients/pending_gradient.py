@@ -126,7 +126,6 @@ class PendingGradient:
 
     @property
     def nbytes(self) -> int:
-        """Device memory."""
         tensors = [
             self.gradient,
             None if self._sent is None else self._sent[0],
@@ -136,11 +135,9 @@ class PendingGradient:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def forget_ended(self) -> None:
-        """Release the last block, whose copy has ended."""
         self._sent = None
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory."""
         found.content(self.gradient, None if self._sent is None else self._sent[0])
         if self.window_sum is not None:
             self.window_sum.list_memory(found)
@@ -163,7 +160,6 @@ class Scales:
         self._late_quotient = lru_cache(maxsize=64)(_late_quotient)
 
     def forget(self) -> None:
-        """Drop cached numbers, which the device has."""
         self._largest_late.cache_clear()
         self._late_quotient.cache_clear()
 
@@ -191,8 +187,7 @@ class WindowSum:
     Attributes:
         total: f32[deferred, length], the sum of ``gradient * grad_scale`` over the window, divided by ``unit``;
             arbitrary while the window is empty.
-        scales: arithmetic with the scales, which the parameters of an engine share.
-        coefficients: the coefficients of each gradient, oldest first; a missing gradient has none.
+        coefficients: of each gradient, oldest first; a missing gradient has none.
     """
 
     total: Tensor
@@ -201,7 +196,6 @@ class WindowSum:
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device, scales: Scales) -> WindowSum:
-        """Make an empty update window."""
         return cls(torch.zeros((plan.deferred, plan.length), dtype=torch.float32, device=device), scales)
 
     @property
@@ -210,7 +204,6 @@ class WindowSum:
         return self.scales.largest(self.coefficients[:1])
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory."""
         (found.content if self.coefficients else found.scratch)(self.total)
         found.numbers(each.grad_scale for each in self.coefficients)
 
@@ -289,7 +282,6 @@ class Residual:
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> Residual:
-        """Make a residual of zeros."""
         dtype = torch.float32 if plan.dtype == torch.float32 else torch.bfloat16
         return cls(torch.zeros((plan.deferred, plan.length), dtype=dtype, device=device))
 

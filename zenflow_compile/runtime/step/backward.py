@@ -96,5 +96,8 @@ class StaleGradients:
         self._registry.drop_grads()
         yield
         if mixed:
-            errors.refuse_mixed_grad(name)
+            raise RuntimeError(
+                f"the gradient of {name} was added to that of an interrupted or failed backward, and the two cannot be "
+                "separated, so both backwards were dropped; run this forward and backward again"
+            )
         param.grad = grad

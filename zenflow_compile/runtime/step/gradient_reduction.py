@@ -81,7 +81,6 @@ class Bucket:
         self.of_backward.add(plan.index)
 
     def drop(self, offloaded: OffloadedParam) -> None:
-        """Forget the contributions of one of the members."""
         if offloaded.plan.index in self.arrived and self._packed is not None:
             self.arrived.discard(offloaded.plan.index)
             self.of_backward.discard(offloaded.plan.index)
@@ -94,11 +93,7 @@ class Bucket:
         self._packed, self.sent = None, True
 
     def receive(self, present: Container[int] | None = None) -> None:
-        """Receive it, if it was sent: each member takes its share.
-
-        Args:
-            present: parameters that any rank has a gradient of; None: all members.
-        """
+        """Receive it, if it was sent: each member takes its share; of ``present`` ones, if that is given."""
         if self.pending is None:
             return
         row, self.pending = self.pending.wait(f"the gradients of {self.members[0].plan.name}, ..."), None
@@ -116,7 +111,6 @@ class Bucket:
         self.of_backward.clear()
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory of contributions that were not sent."""
         found.content(self._packed)
 
     def _memory(self, device: torch.device) -> Tensor:
@@ -153,7 +147,6 @@ class GradientReduction:
         self._failed = False
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory."""
         for bucket in (*self._buckets, *self._late.values()):
             bucket.list_memory(found)
 
@@ -181,11 +174,7 @@ class GradientReduction:
             bucket.of_backward.clear()
 
     def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
-        """Take a contribution of this rank.
-
-        Args:
-            send: the backward that runs is the last one before the optimizer step.
-        """
+        """Take a contribution of this rank; ``send``: of the last backward before the optimizer step."""
         self._begin()
         index = offloaded.plan.index
         bucket = self._bucket_of[index]
@@ -261,7 +250,6 @@ class GradientReduction:
             self._make_buckets()
 
     def _in_round(self) -> bool:
-        """Whether a round of sums has begun and not ended."""
         return any(bucket.sent for bucket in self._buckets)
 
     def _check_not_failed(self) -> None:

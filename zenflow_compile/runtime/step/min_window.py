@@ -33,9 +33,6 @@ class ShortestWindow:
 
     It measures the first step that compiles no graph and begins without an update in flight, so that the step waits for
     no earlier work. The bound is known in the backward after that step.
-
-    Args:
-        whole_step: updates run in the backward, so that a whole step hides them.
     """
 
     def __init__(self, registry: ParamRegistry, recorder: Recorder, *, whole_step: bool) -> None:
@@ -49,10 +46,9 @@ class ShortestWindow:
         self._end: Moment | None = None
 
     def begin_backward(self, graphs: int) -> int | None:
-        """Note the end of a forward. Returns the shortest update window, in steps, if the previous step was measured.
+        """Note the end of a forward, after ``graphs`` were compiled.
 
-        Args:
-            graphs: number of graphs compiled so far.
+        Returns the shortest update window, in steps, if the previous step was measured.
         """
         if self._end is not None:
             return self._decide()
@@ -75,7 +71,6 @@ class ShortestWindow:
         self._graphs, self._begin = graphs, self._recorder.now()
 
     def forget(self) -> None:
-        """Drop an unfinished measurement."""
         self._begin = self._forward_end = self._end = None
 
     def _decide(self) -> int:

@@ -131,8 +131,7 @@ class RunAhead:
 def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float, shards: ShardCalls | None) -> None:
     """Scale all gradients to an L2 norm of at most ``limit``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    Args:
-        shards: the ranks of a sharded model, which all clip by the norm of the whole gradients.
+    All ranks of a sharded model, ``shards``, clip by the norm of the whole gradients.
     """
     away = {
         offloaded.param: offloaded.record

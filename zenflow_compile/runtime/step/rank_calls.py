@@ -28,7 +28,6 @@ class StepMessages:
     """The messages of the optimizer steps of one engine.
 
     Attributes:
-        group: of the ranks.
         measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
     """
 
@@ -99,11 +98,7 @@ _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RankCalls(StepMessages):
-    """The calls of one engine that all ranks make, in the same order.
-
-    Attributes:
-        reduction: sends gradients.
-    """
+    """The calls of one engine that all ranks make, in the same order."""
 
     def __init__(
         self, group: RankGroup, registry: ParamRegistry, device: torch.device, options: Options, recorder: Recorder
@@ -129,10 +124,9 @@ class RankCalls(StepMessages):
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
-        """Run an optimizer step inside of the block. Gradients that wait for declared backwards are sent first.
+        """Run an optimizer step inside of the block, with what rank 0 has measured: see ``_check_step``.
 
-        Yields:
-            What rank 0 has measured: the shortest update window that its host keeps up with.
+        Gradients that wait for declared backwards are sent first.
 
         Raises:
             RankError: not all ranks call it, one has failed, or they have other gradients or rates.
@@ -201,10 +195,9 @@ class RankCalls(StepMessages):
     def gather_weights(
         self, now: int, updated: Sequence[OffloadedParam], apply: Callable[[OffloadedParam], None]
     ) -> None:
-        """Bring what a step has changed to all ranks. Where the device has streams, it goes on behind the step.
+        """Bring what step ``now`` has changed to all ranks. Where the device has streams, it goes on behind the step.
 
         Args:
-            now: number of steps so far.
             updated: parameters that had a gradient.
             apply: applies the due updates of a parameter.
         """
@@ -223,7 +216,6 @@ class RankCalls(StepMessages):
         self.weight_gather.gather_flat([streamed[index] for index in indices if streamed[index].plan.flat is not None])
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory of gradients that were not sent, and of selections."""
         self.reduction.list_memory(found)
         self.weight_gather.list_memory(found)
 
@@ -255,10 +247,7 @@ class ShardCalls(StepMessages):
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
-        """Run an optimizer step inside of the block.
-
-        Yields:
-            What rank 0 has measured: the shortest update window that its host keeps up with.
+        """Run an optimizer step inside of the block, with what rank 0 has measured: see ``_check_step``.
 
         Raises:
             RankError: not all ranks call it, one has failed, or they have other gradients or rates.

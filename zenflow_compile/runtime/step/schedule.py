@@ -46,8 +46,7 @@ class AdaptiveWindow:
 
     Attributes:
         steps: since the last flush.
-        deferred: sum over the update window's known steps of the RMS slice norm of the deferred gradient.
-        selected: sum over the same steps of the RMS slice norm of the selected gradient.
+        deferred, selected: sums over the update window's known steps of the gradients' RMS slice norms.
         known: number of those steps.
         latest: (selected, deferred) of the step before last, not added yet.
     """
@@ -73,11 +72,7 @@ class AdaptiveWindow:
 
 
 class _Norms(NamedTuple):
-    """RMS slice norms of one gradient.
-
-    Attributes:
-        window: the update window that the gradient joined.
-    """
+    """RMS slice norms of one gradient, and the update window that it joined."""
 
     window: AdaptiveWindow
     selected: float
@@ -85,12 +80,7 @@ class _Norms(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """What the device has computed in one step, by parameter.
-
-    Attributes:
-        norms: of gradients in adaptive update windows.
-        leaving: numbers of selected slices that would leave.
-    """
+    """What the device has computed in one step: norms, and numbers of selected slices that would leave."""
 
     norms: dict[int, _Norms]
     leaving: dict[int, float]
@@ -106,18 +96,13 @@ class _Joined(NamedTuple):
 
 @dataclass(slots=True)
 class _Coming:
-    """The values of one step, on their way to the host.
-
-    Attributes:
-        reading: None if they have arrived.
-    """
+    """The values of one step, on their way to the host; ``reading`` is None if they have arrived."""
 
     joined: dict[int, _Joined] = field(default_factory=dict)
     reading: Reading | None = None
     values: _Values = field(default_factory=lambda: _Values({}, {}))
 
     def arrived(self) -> _Values:
-        """Return the values; waits for a late copy."""
         if self.reading is not None:
             cells, self.reading = self.reading.values(), None
             for (index, column), value in cells.items():
@@ -153,9 +138,7 @@ class Schedule:
     """Decides flushes and re-selections for all parameters of an engine.
 
     Attributes:
-        shortest_window: least length, in steps, of adaptive update windows. None until it is measured: windows may have
-            any length then.
-        adaptive: flushes depend on gradients; else a window is flushed at its phase.
+        shortest_window: least length, in steps, of adaptive update windows. None until it is measured: any length.
     """
 
     def __init__(
@@ -176,11 +159,9 @@ class Schedule:
         self._first_rank = ranks is None or ranks.rank == 0
 
     def make_room(self, params: int) -> None:
-        """Serve ``params`` parameters from here on. Call it between steps."""
         self._readback.grow(params)
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory. Call it between steps."""
         self._readback.list_memory(found)
         for coming in self._coming:
             found.numbers(each.unscale for each in coming.joined.values())
@@ -198,8 +179,7 @@ class Schedule:
         """Whether the parameter's update window is flushed after step ``step`` (from 0).
 
         Args:
-            present: the parameter has a gradient in this step.
-            unscale: one over the loss scale of that gradient.
+            present: the parameter has a gradient in this step, with ``unscale``, one over its loss scale.
         """
         self._take_values()
         if self.warming_up(step):
@@ -285,7 +265,6 @@ class Schedule:
         self._windows.clear()
 
     def window(self, index: int) -> AdaptiveWindow:
-        """Return the adaptive update window of parameter ``index``."""
         return self._windows.setdefault(index, AdaptiveWindow())
 
     def state(self, index: int) -> list[float | None]:

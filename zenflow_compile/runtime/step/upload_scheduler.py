@@ -55,7 +55,6 @@ class UploadScheduler:
             self.declare_order(new)
 
     def by_deadline(self) -> list[OffloadedParam]:
-        """All offloaded parameters by first use."""
         return sorted(self._registry.offloaded.values(), key=_DEADLINE)
 
     def end_step(self, now: int, among_ranks: GatherWeights | None = None) -> None:
@@ -106,11 +105,7 @@ class UploadScheduler:
         self.apply(offloaded, offloaded.due(now))
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
-        """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow.
-
-        Raises:
-            RuntimeError: see ``apply_due``.
-        """
+        """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
         if self._registry.changed(offloaded.plan.index):
             self._check_readable(offloaded, now)
             return
@@ -139,10 +134,7 @@ class UploadScheduler:
         return self._current_at == now
 
     def apply_due(self, now: int, only: Collection[int] | None = None) -> None:
-        """Make every due update visible.
-
-        Args:
-            only: indices of the parameters to look at; None: all.
+        """Make every due update visible, or those of the parameters with the indices ``only``.
 
         Raises:
             RuntimeError: work in flight failed, or a weight was written, moved or cast while an update of it was in
@@ -165,20 +157,12 @@ class UploadScheduler:
             self._current_at = now  # an update becomes due only when a step ends
 
     def _check_readable(self, offloaded: OffloadedParam, now: int) -> None:
-        """Check that no update is due of a parameter that has another dtype, shape or device than planned.
-
-        Raises:
-            RuntimeError: an update is due.
-        """
+        """Raise RuntimeError if an update is due of a parameter with another dtype, shape or device than planned."""
         if offloaded.due(now):
             self._registry.check_unchanged([offloaded.plan.index])
 
     def apply(self, offloaded: OffloadedParam, windows: int) -> None:
-        """Make the updates of the oldest flushed update windows visible, waiting for them.
-
-        Args:
-            windows: how many: those that are ``due``.
-        """
+        """Make the updates of the ``windows`` oldest flushed update windows visible, waiting for them."""
         for _ in range(windows):
             if offloaded.apply_next().selection is not None:
                 self.selections += 1
@@ -263,10 +247,7 @@ class UploadScheduler:
         self._current_at = now
 
     def abandon(self) -> None:
-        """End all work in flight, whether it failed or not, before a state is loaded.
-
-        That includes copies whose ticket was lost in an interrupt.
-        """
+        """End all work in flight, failed or not, and copies that an interrupt hid, before a state is loaded."""
         self._in_flight = []
         self._current_at = None
         self.withdraw()

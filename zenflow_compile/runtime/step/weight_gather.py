@@ -38,18 +38,13 @@ HOST_GATHER_BYTES = 1 << 20
 
 
 class Changed(NamedTuple):
-    """A parameter of which all ranks have updated slices.
-
-    Attributes:
-        whole: the whole share of each rank, and not the selected slices alone.
-    """
+    """A parameter of which all ranks have updated slices: the ``whole`` share of each, or the selected slices alone."""
 
     offloaded: OffloadedParam
     whole: bool
 
     @property
     def most_slices(self) -> int:
-        """Slices that a rank sends at most."""
         share = _share(self.offloaded)
         return share.most_slices if self.whole else share.most_selected
 
@@ -60,7 +55,6 @@ class Changed(NamedTuple):
         return self.most_slices * plan.length * plan.dtype.itemsize
 
     def fill(self, row: Tensor, offset: int) -> None:
-        """Copy this rank's slices into what it sends."""
         plan, weights = self.offloaded.plan, self.offloaded.weights
         if self.whole:
             block(row, offset, plan, plan.slices).copy_(weights.matrix)
@@ -89,20 +83,13 @@ class WeightGather:
         Args:
             changed: the same ones on all ranks, in the same order.
             apply: applies this rank's updates of a parameter that is ``whole``, before it is sent.
-
-        Raises:
-            RankError: another rank failed or is gone.
         """
         with self._on_stream():
             self._send_selections([each.offloaded for each in changed if not each.whole])
             self._exchange(self._rows(changed, apply), self._write)
 
     def gather_flat(self, params: Sequence[StreamedParam]) -> None:
-        """Bring streamed parameters up to date on all ranks, in the current stream: no fetch would wait for them.
-
-        Raises:
-            RankError: another rank failed or is gone.
-        """
+        """Bring streamed parameters up to date on all ranks, in the current stream: no fetch would wait for them."""
         self._exchange(self._flat_rows(params), _write_flat)
         bump_versions([each.param for each in params], [each.state.counter for each in params])
 
@@ -152,14 +139,12 @@ class WeightGather:
         self._known.clear()
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory."""
         for selection in self._known.values():
             selection.list_memory(found)
         for slices in self._selected.values():
             found.content(*slices)
 
     def close(self) -> None:
-        """Give the stream back. Idempotent."""
         if self._streams is not None and self._stream is not None:
             self.wait()  # before the next owner of the stream frees memory that is used on this one
             self._streams.release(self._stream, urgent=True)
@@ -222,7 +207,6 @@ class WeightGather:
 
 
 def _write_flat(piece: list[tuple[StreamedParam, int]], pending: Pending) -> None:
-    """Write the elements of the other ranks into the weights."""
     rows = pending.wait(f"the weights of {piece[0][0].plan.name}, ...")
     for streamed, offset in piece:
         flat = _flat(streamed)
