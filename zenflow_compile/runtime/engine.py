@@ -257,7 +257,7 @@ class Engine(StepRunner):
                 if self.in_backward:
                     self.stale.note(p)
                 if self.ranks is not None:
-                    self.ranks.reduction.note_on_device(p)
+                    self.ranks.reduction.on_device.add(p)
                 return
             backward.contributed = True
             errors.refuse_sparse_grad(param, offloaded.plan.name)

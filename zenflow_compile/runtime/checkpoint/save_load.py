@@ -36,6 +36,7 @@ from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.ranks.rank_group import Call
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.state_forms import State, StateRows
 
@@ -82,7 +83,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     if engine.in_child:
         errors.refuse_in_child()
     if engine.ranks is not None:
-        engine.ranks.begin_state_dict()
+        engine.ranks.group.exchange(Call.STATE)  # raises RankError if not all ranks are about to gather their state
     index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     with torch.device("cpu"):  # whatever the default device is
         entries = {plan.index: _entries(engine, plan.index) for plan in engine.plan.params if plan.trained}

@@ -112,16 +112,11 @@ class Gradients:
         """Count a gradient that became dense, and record the line of user code that asked for it."""
         self.dense += 1
         if self._recorder.timeline is not None:
-            self._recorder.dense_gradient(_user_line())
+            frame = sys._getframe()
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+                frame = frame.f_back
+            self._recorder.dense_gradient(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
 
 
 _IN_PARTS = (GradientState.PARTS, GradientState.CONSUMED)
 _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, zenflow_compile))
-
-
-def _user_line() -> str:
-    """``file:line`` of the innermost frame outside of PyTorch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

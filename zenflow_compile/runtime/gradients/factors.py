@@ -65,7 +65,7 @@ class Factors:
         # The memo keeps ``by`` alive, so that no other tensor can have its identity. Writes through ``by.data`` between
         # two calls go unnoticed: they do not move the version.
         known = last is not None and last[1] is by and last[2:4] == (version, divide) and version >= 0
-        if known and last is not None and _same(last[0], before):
+        if known and last is not None and _key(last[0]) == _key(before):
             return last[4]
         value = by.detach().reshape(()).to(self._device, torch.float64, copy=True)
         # The reciprocal first, as above: both paths have the same bits.
@@ -137,7 +137,3 @@ def multiply_(values: Tensor, factor: Factor) -> None:
 def _key(factor: Factor) -> tuple[bool, float]:
     """By identity, which is unique only while the tensor is alive, or by value: no comparison reads the device."""
     return (True, id(factor)) if isinstance(factor, Tensor) else (False, factor)
-
-
-def _same(one: Factor, other: Factor) -> bool:
-    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)

@@ -61,38 +61,24 @@ class GradientLike(NamedTuple):
 
 
 class GradientSource(Protocol):
-    """The engine's side of the gradients of one parameter."""
+    """The engine's side of the gradients of one parameter.
 
-    def values_of(self, record: GradientRecord) -> Tensor:
-        """A new dense tensor of the gradient, which is away, without its factors."""
-        ...
+    ``values_of`` returns a new dense tensor, and ``norm_of`` the L2 norm f32[], of a gradient that is away, without its
+    factors; the norm is None if it was overwritten. ``norm_of_values`` is the norm of a dense gradient, the same bits
+    as before it became dense. ``give_up`` frees the parts of a gradient that is no longer the engine's. ``accumulate``
+    adds what autograd accumulates into ``.grad``. ``averaged`` gradients are the mean over several ranks.
+    """
 
-    def norm_of(self, record: GradientRecord) -> Tensor | None:
-        """f32[], L2 norm of the gradient without its factors; None if it was overwritten."""
-        ...
-
-    def norm_of_values(self, values: Tensor) -> Tensor:
-        """f32[], L2 norm of a dense gradient, the same bits as before it became dense."""
-        ...
-
-    def give_up(self, record: GradientRecord) -> None:
-        """Free the parts of a gradient that is no longer the engine's."""
-        ...
-
-    def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
-        """Add ``grad``, which autograd accumulates into ``.grad``."""
-        ...
-
-    def became_dense(self) -> None:
-        """Count a gradient that became dense."""
-        ...
-
+    def values_of(self, record: GradientRecord) -> Tensor: ...
+    def norm_of(self, record: GradientRecord) -> Tensor | None: ...
+    def norm_of_values(self, values: Tensor) -> Tensor: ...
+    def give_up(self, record: GradientRecord) -> None: ...
+    def accumulate(self, record: GradientRecord, grad: Tensor) -> None: ...
+    def became_dense(self) -> None: ...
     @property
     def factors(self) -> Factors: ...
     @property
-    def averaged(self) -> bool:
-        """Whether the gradient is the mean over several ranks."""
-        ...
+    def averaged(self) -> bool: ...
 
 
 class GradientRecord:
@@ -157,7 +143,10 @@ class GradientRecord:
         if self.state is GradientState.ZERO:
             values = torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
         elif self.state.away:
-            values = self._engine_side().values_of(self)
+            if (source := self._source()) is None:
+                self.state = GradientState.DISCARDED
+                self.refuse("read")
+            values = source.values_of(self)
         else:
             self.refuse("read")
         factor = self.factor
@@ -319,34 +308,26 @@ class GradientRecord:
 
     def refuse(self, verb: str) -> NoReturn:
         """Raise RuntimeError: the values are gone, which the caller was about to ``verb``."""
-        name = self.like.name
         if self.state is GradientState.SPOILED:
-            raise RuntimeError(
-                f"cannot {verb} the gradient of {name}: a backward added to it after step() had consumed it, and "
-                "consumed gradients of offloaded parameters are not kept; call optimizer.zero_grad() after each step()"
+            reason = (
+                "a backward added to it after step() had consumed it, and consumed gradients of offloaded parameters "
+                "are not kept; call optimizer.zero_grad() after each step()"
             )
-        if self.state is GradientState.CONSUMED:
-            raise RuntimeError(
-                f"cannot {verb} the gradient of {name}: step() has consumed it, and the values of offloaded "
-                f"parameters' gradients are not kept; {verb} it before step() (its L2 norm can be read until the next "
-                "backward), and call optimizer.zero_grad() after each step()"
+        elif self.state is GradientState.CONSUMED:
+            reason = (
+                "step() has consumed it, and the values of offloaded parameters' gradients are not kept; "
+                f"{verb} it before step() (its L2 norm can be read until the next backward), and call "
+                "optimizer.zero_grad() after each step()"
             )
-        if self.state is GradientState.IN_BACKWARD:
-            raise RuntimeError(
-                f"cannot {verb} the gradient of {name}: a model compiled without an optimizer object updates its "
-                "parameters inside the backward, and no gradient is left behind it; to clip, pass max_grad_norm among "
-                "the options of torch.compile, or create a ZenFlowAdamW and call its step()"
+        elif self.state is GradientState.IN_BACKWARD:
+            reason = (
+                "a model compiled without an optimizer object updates its parameters inside the backward, and no "
+                "gradient is left behind it; to clip, pass max_grad_norm among the options of torch.compile, or "
+                "create a ZenFlowAdamW and call its step()"
             )
-        raise RuntimeError(
-            f"cannot {verb} the gradient of {name}: it was discarded, or its optimizer was closed; "
-            f"{verb} it before that, or keep a clone()"
-        )
-
-    def _engine_side(self) -> GradientSource:
-        if (source := self._source()) is None:
-            self.state = GradientState.DISCARDED
-            self.refuse("read")
-        return source
+        else:
+            reason = f"it was discarded, or its optimizer was closed; {verb} it before that, or keep a clone()"
+        raise RuntimeError(f"cannot {verb} the gradient of {self.like.name}: {reason}")
 
     def _leave_engine(self) -> None:
         if (source := self._source()) is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -212,27 +212,19 @@ def _in_place(func: Any) -> bool:
 # Operators that are answered.
 
 
-def _overwrite(func: Any) -> _Handler:
+def _overwrite(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Overwrite every element in place; the old values are not read."""
-
-    def overwrite(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        gradient, *others = args
-        if not isinstance(gradient, OffloadedGradient) or any(isinstance(each, OffloadedGradient) for each in others):
-            return NotImplemented
-        gradient._record.overwrite(lambda values: func(values, *others, **kwargs))
-        return gradient
-
-    return overwrite
+    gradient, *others = args
+    if not isinstance(gradient, OffloadedGradient) or any(isinstance(each, OffloadedGradient) for each in others):
+        return NotImplemented
+    gradient._record.overwrite(lambda values: func(values, *others, **kwargs))
+    return gradient
 
 
-def _make_like(func: Any) -> _Handler:
+def _make_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A new tensor, for which a shape, a dtype and a device are enough."""
-
-    def make_like(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        like = args[0]._record.like
-        return func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
-
-    return make_like
+    like = args[0]._record.like
+    return func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs)
 
 
 def _to(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -276,39 +268,29 @@ def _scales(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _scale(*, divide: bool) -> _Handler:
-    def scale(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        gradient, by = args
-        if not isinstance(gradient, OffloadedGradient) or not _scales(by) or kwargs:
-            return NotImplemented
-        gradient._record.scale(by, divide=divide)
-        return gradient
-
-    return scale
+def _scale(args: Sequence[Any], kwargs: dict[str, Any], *, divide: bool) -> Any:
+    gradient, by = args
+    if not isinstance(gradient, OffloadedGradient) or not _scales(by) or kwargs:
+        return NotImplemented
+    gradient._record.scale(by, divide=divide)
+    return gradient
 
 
-def _scale_all(func: Any, *, divide: bool) -> _Handler:
+def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, divide: bool) -> Any:
     """Scale many gradients by one element, or each by its own number."""
-
-    def scale(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        gradients, by = args
-        each_by = list(by) if isinstance(by, (list, tuple)) else [by] * len(gradients)
-        if kwargs or len(each_by) != len(gradients) or not all(_scales(value) for value in each_by):
-            return NotImplemented
-        deferred = []
-        for gradient, value in zip(gradients, each_by, strict=True):
-            if isinstance(gradient, OffloadedGradient):
-                gradient._record.scale(value, divide=divide)
-            else:
-                deferred.append((gradient, value))
-        if deferred:
-            func(
-                [gradient for gradient, _ in deferred],
-                [v for _, v in deferred] if isinstance(by, (list, tuple)) else by,
-            )
-        return None
-
-    return scale
+    gradients, by = args
+    each_by = list(by) if isinstance(by, (list, tuple)) else [by] * len(gradients)
+    if kwargs or len(each_by) != len(gradients) or not all(_scales(value) for value in each_by):
+        return NotImplemented
+    deferred = []
+    for gradient, value in zip(gradients, each_by, strict=True):
+        if isinstance(gradient, OffloadedGradient):
+            gradient._record.scale(value, divide=divide)
+        else:
+            deferred.append((gradient, value))
+    if deferred:
+        func([each for each, _ in deferred], [v for _, v in deferred] if isinstance(by, (list, tuple)) else by)
+    return None
 
 
 def _with_defaults(args: Sequence[Any], defaults: tuple[Any, ...]) -> list[Any]:
@@ -375,36 +357,30 @@ def _refuse_resize(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     raise RuntimeError(f"the gradient of {name} cannot be resized or given other memory; assign a new tensor to .grad")
 
 
+_NUMBERS = ("Scalar", "ScalarList", "Tensor")  # overloads of operators on many gradients
+
 _HANDLERS: dict[Any, _Handler] = {
     aten.detach.default: _detach,
     aten.view.default: _view,
     aten.alias.default: _detach,
     aten.zero_.default: _zero,
     aten._foreach_zero_.default: _zero_all,
-    aten.mul_.Tensor: _scale(divide=False),
-    aten.mul_.Scalar: _scale(divide=False),
-    aten.div_.Tensor: _scale(divide=True),
-    aten.div_.Scalar: _scale(divide=True),
-    aten._foreach_mul_.Scalar: _scale_all(torch._foreach_mul_, divide=False),
-    aten._foreach_mul_.ScalarList: _scale_all(torch._foreach_mul_, divide=False),
-    aten._foreach_mul_.Tensor: _scale_all(torch._foreach_mul_, divide=False),
-    aten._foreach_div_.Scalar: _scale_all(torch._foreach_div_, divide=True),
-    aten._foreach_div_.ScalarList: _scale_all(torch._foreach_div_, divide=True),
-    aten._foreach_div_.Tensor: _scale_all(torch._foreach_div_, divide=True),
+    **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar), partial(_scale, divide=False)),
+    **dict.fromkeys((aten.div_.Tensor, aten.div_.Scalar), partial(_scale, divide=True)),
+    **{getattr(aten._foreach_mul_, name): partial(_scale_all, torch._foreach_mul_, divide=False) for name in _NUMBERS},
+    **{getattr(aten._foreach_div_, name): partial(_scale_all, torch._foreach_div_, divide=True) for name in _NUMBERS},
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _norms,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.add_.Tensor: _add,
-    aten.copy_.default: _overwrite(aten.copy_.default),
-    aten.fill_.Scalar: _overwrite(aten.fill_.Scalar),
-    aten.fill_.Tensor: _overwrite(aten.fill_.Tensor),
+    **{func: partial(_overwrite, func) for func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor)},
     aten._to_copy.default: _to,
     aten.resize_.default: _refuse_resize,
     aten.set_.source_Tensor: _refuse_resize,
     aten.set_.source_Storage: _refuse_resize,
     aten.set_.source_Storage_storage_offset: _refuse_resize,
     **{
-        func: _make_like(func)
+        func: partial(_make_like, func)
         for func in (
             aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
             aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,

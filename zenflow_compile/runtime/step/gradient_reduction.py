@@ -143,7 +143,7 @@ class GradientReduction:
         self._sent = 0  # buckets of this round
         self._received = 0
         self._late: dict[int, Bucket] = {}
-        self._on_device: set[int] = set()  # parameters without a share, whose gradient is in ``.grad``
+        self.on_device: set[int] = set()  # parameters without a share, whose gradient has reached ``.grad``
         self._failed = False
 
     def list_memory(self, found: MemoryList) -> None:
@@ -159,7 +159,7 @@ class GradientReduction:
         """Whether this rank has contributions that were not sent, and not cleared in ``.grad`` since."""
         self._drop_cleared()
         waiting = any(bucket.arrived and not bucket.sent for bucket in self._buckets)
-        return bool(self._on_device or self._late or waiting)
+        return bool(self.on_device or self._late or waiting)
 
     def begin_backward(self) -> None:
         """A backward begins.
@@ -188,10 +188,6 @@ class GradientReduction:
         bucket.add(offloaded, matrix)
         if send:
             self._send_complete()
-
-    def note_on_device(self, index: int) -> None:
-        """Note that the gradient of a parameter without a share has reached ``.grad``."""
-        self._on_device.add(index)
 
     def finish(self) -> None:
         """Send what is left, and receive everything: a backward is over, and no further one comes before the step.
@@ -234,7 +230,7 @@ class GradientReduction:
         for bucket in self._buckets:
             bucket.reset()
         self._late.clear()
-        self._on_device.clear()
+        self.on_device.clear()
         self._arrivals.clear()
 
     def parameters_changed(self) -> None:
@@ -262,7 +258,7 @@ class GradientReduction:
             for member in bucket.members:
                 if not bucket.sent and member.plan.index in bucket.arrived and member.local_was_dropped:
                     bucket.drop(member)
-        self._on_device = {index for index in self._on_device if self._registry.params[index].grad is not None}
+        self.on_device = {index for index in self.on_device if self._registry.params[index].grad is not None}
 
     def _make_buckets(self) -> None:
         offloaded = self._registry.offloaded
@@ -310,7 +306,7 @@ class GradientReduction:
         """Tell all ranks what this one has. Returns the flags of each parameter, by rank."""
         count = len(self._registry.params)
         flags = bytearray(count)
-        for index in self._on_device:
+        for index in self.on_device:
             flags[index] = _PRESENT
         for bucket in self._buckets:
             for index in bucket.arrived:
@@ -331,7 +327,7 @@ class GradientReduction:
 
     def _reduce_on_device(self, present: set[int]) -> None:
         """Replace the gradients of resident and streamed parameters by their mean over ranks."""
-        self._on_device.clear()
+        self.on_device.clear()
         params = [self._registry.params[index] for index in sorted(present) if index not in self._registry.offloaded]
         for param in params:
             if param.grad is None:

@@ -224,14 +224,6 @@ class RankCalls(StepMessages):
         if not self.group.failed:
             self.weight_gather.close()
 
-    def begin_state_dict(self) -> None:
-        """Check that all ranks are about to gather their state.
-
-        Raises:
-            RankError: not all of them are.
-        """
-        self.group.exchange(Call.STATE)
-
     def forget(self) -> None:
         """Forget gradients and selections that were sent: a state is about to be loaded."""
         self.reduction.reset()

@@ -57,15 +57,6 @@ class AdaptiveWindow:
     known: int = 0
     latest: tuple[float, float] | None = None
 
-    def add_latest(self) -> None:
-        """Add the values of the step before last."""
-        if self.latest is not None:
-            selected, deferred = self.latest
-            self.selected += selected
-            self.deferred += deferred
-            self.known += 1
-            self.latest = None
-
     def reached(self, auto_ratio: float) -> bool:
         """Whether the deferred norm reaches ``auto_ratio`` times the average selected norm."""
         return self.known > 0 and self.deferred >= auto_ratio * self.selected / self.known
@@ -118,22 +109,6 @@ class _Coming:
         return self.values
 
 
-class _Drift(NamedTuple):
-    """A selection whose drift is counted at the end of the step."""
-
-    device: DeviceState
-    selection: Selection
-
-
-def swaps_paid_for(plan: ParamPlan, steps: int) -> int:
-    """How many slices the budget lets change sides after ``steps`` steps without a re-selection.
-
-    ``DeviceState.better_slices`` divides them over the groups of slices.
-    """
-    bytes_per_swap = 2 * STATE_BYTES * plan.length
-    return int(STATE_BUDGET * steps * plan.numel * plan.dtype.itemsize / bytes_per_swap)
-
-
 class Schedule:
     """Decides flushes and re-selections for all parameters of an engine.
 
@@ -151,7 +126,7 @@ class Schedule:
         self.shortest_window = None if self._measured else shortest or 1
         self._windows: dict[int, AdaptiveWindow] = {}
         self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
-        self._drifts: dict[int, _Drift] = {}
+        self._drifts: dict[int, tuple[DeviceState, Selection]] = {}  # counted at the end of the step
         self._least_steps: dict[int, int] = {}  # between re-selections, by the plan's interval
         self._joined: dict[int, _Joined] = {}
         self._coming: deque[_Coming] = deque()  # of the last steps, oldest first; at most ``LAG``
@@ -159,9 +134,11 @@ class Schedule:
         self._first_rank = ranks is None or ranks.rank == 0
 
     def make_room(self, params: int) -> None:
+        """Serve ``params`` parameters from here on. Call it between steps."""
         self._readback.grow(params)
 
     def list_memory(self, found: MemoryList) -> None:
+        """Call it between steps."""
         self._readback.list_memory(found)
         for coming in self._coming:
             found.numbers(each.unscale for each in coming.joined.values())
@@ -188,7 +165,12 @@ class Schedule:
             return step % plan.interval == plan.phase
         window = self.window(plan.index)
         window.steps += 1
-        window.add_latest()
+        if window.latest is not None:
+            selected_norm, deferred_norm = window.latest
+            window.selected += selected_norm
+            window.deferred += deferred_norm
+            window.known += 1
+            window.latest = None
         grown = window.steps >= (self.shortest_window or 1) and window.reached(self._options.auto_ratio)
         if grown or window.steps >= plan.interval:
             self._windows[plan.index] = AdaptiveWindow()
@@ -225,10 +207,11 @@ class Schedule:
         divided = plan.share or plan.shard
         whole, own = plan if divided is None else divided.whole, plan if plan.share is None else plan.share.whole
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / whole.k
-        if steps >= least and kept < RESELECT_BELOW and (swaps := swaps_paid_for(own, steps)):
+        paid_bytes, bytes_per_swap = STATE_BUDGET * steps * own.numel * own.dtype.itemsize, 2 * STATE_BYTES * own.length
+        if steps >= least and kept < RESELECT_BELOW and (swaps := int(paid_bytes / bytes_per_swap)):
             return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
         if steps + max(plan.interval, LAG) >= least:  # the flush that will know the drift may re-select
-            self._drifts[plan.index] = _Drift(device, device.selection)
+            self._drifts[plan.index] = device, device.selection
         return None
 
     def continue_with(self, shortest_window: int | None) -> None:
@@ -247,9 +230,8 @@ class Schedule:
     def _count_drifts(self) -> None:
         """Count the slices that would leave, with few operators for all parameters of one shape."""
         together: dict[tuple[int, int, int], list[int]] = {}
-        for index, drift in self._drifts.items():
-            plan = drift.device.plan
-            together.setdefault((plan.slices, plan.k, plan.groups), []).append(index)
+        for index, (device, _) in self._drifts.items():
+            together.setdefault((device.plan.slices, device.plan.k, device.plan.groups), []).append(index)
         for indices in together.values():
             states, selections = zip(*(self._drifts[index] for index in indices), strict=True)
             counts = count_leaving(states, selections, ENTRY_MARGIN)

@@ -203,7 +203,13 @@ class UploadScheduler:
             try:
                 if self._registry.changed(offloaded.plan.index):  # moved or resized: not the weights of its updates
                     if offloaded.due(now):
-                        lost.append(_lost_by_change(offloaded.plan.name))
+                        lost.append(
+                            LostUpdateError(
+                                f"{offloaded.plan.name} was moved to another dtype, device or shape while an update of "
+                                "it was on its way, which is lost now; call optimizer.synchronize() or close() before "
+                                "the model is changed"
+                            )
+                        )
                     elif offloaded.host.flushed or (flush and offloaded.window_gradients):
                         changed.append(offloaded.plan.name)
                     offloaded.abandon()
@@ -272,10 +278,3 @@ class UploadScheduler:
                 return
             if offloaded.due(now):
                 free -= offloaded.start_upload()
-
-
-def _lost_by_change(name: str) -> LostUpdateError:
-    return LostUpdateError(
-        f"{name} was moved to another dtype, device or shape while an update of it was on its way, which is lost now; "
-        "call optimizer.synchronize() or close() before the model is changed"
-    )
