@@ -135,7 +135,13 @@ class ServedGraph:
         rewrite = rewriter(owned, self._captured.compile_id) if owned else None
 
         def compiler(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            recomputed = recomputed_inputs(owned, args)
+            # The backward recomputes everything that is computed from offloaded weights and other parameters.
+            weights: set[int] = set()
+            for engine_id, params in owned.items():
+                if (offloaded := cast("Engine", ops.engine(engine_id)).offloaded_weights) is not None:
+                    weights |= {index for p, index in params if p in offloaded.ps}
+            present = weights | {i for i, value in enumerate(args) if isinstance(value, nn.Parameter)}
+            recomputed = private.Recomputed(frozenset(weights), frozenset(present))
             if options.inner == "eager":
                 return private.compile_with_aot(graph, inputs, rewrite, recomputed)
             if rewrite is not None:
@@ -154,16 +160,6 @@ class ServedGraph:
 class Variant:
     code: Callable[..., Any]
     engines: frozenset[int]
-
-
-def recomputed_inputs(owned: OwnedInputs, args: Sequence[Any]) -> private.Recomputed:
-    """What the backward recomputes: everything that is computed from offloaded weights and other parameters."""
-    weights: set[int] = set()
-    for engine_id, params in owned.items():
-        if (offloaded := cast("Engine", ops.engine(engine_id)).offloaded_weights) is not None:
-            weights |= {index for p, index in params if p in offloaded.ps}
-    present = weights | {i for i, value in enumerate(args) if isinstance(value, nn.Parameter)}
-    return private.Recomputed(frozenset(weights), frozenset(present))
 
 
 def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:

@@ -291,7 +291,11 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
     text.append(f"{title}\n", style="bold")
     if counts := [f"{name} {count}" for name, count in record.counts if count]:
         text.append(f"  passes: {', '.join(counts)}\n", style="dim")
-    for shown, positions in groupby(range(len(record.lines)), lambda position: full or near_inserted(record, position)):
+
+    def is_shown(position: int) -> bool:
+        return full or any(bool(line.reasons) for line in record.lines[max(position - 1, 0) : position + 2])
+
+    for shown, positions in groupby(range(len(record.lines)), is_shown):
         lines = [record.lines[position] for position in positions]
         if not shown:
             text.append(f"    ... {len(lines)} more nodes\n", style="dim")
@@ -305,11 +309,6 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
                 why = textwrap.fill(reason, WIDTH - 1, initial_indent="      # ", subsequent_indent="      # ")
                 text.append(f"{why}\n", style="cyan")
     return text
-
-
-def near_inserted(record: GraphRecord, position: int) -> bool:
-    """Whether the node at ``position``, or one directly before or after it, was inserted."""
-    return any(bool(line.reasons) for line in record.lines[max(position - 1, 0) : position + 2])
 
 
 def shorten(text: str) -> str:

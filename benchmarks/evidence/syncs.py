@@ -86,10 +86,10 @@ def _kinds(loop: Loop, setting: Setting, clip: bool) -> dict[str, _Steps]:
     blocking = device_of(next(iter(loop.optimizer.param_groups[0]["params"])).device).blocking
     kinds: dict[str, _Steps] = {}
     for _ in range(_STEPS):
-        selections, copies, syncs = engine.selections, blocking.copy(), Counter[str]()
+        selections, copies, syncs = engine.uploads.selections, blocking.copy(), Counter[str]()
         with counted_syncs(syncs, cuda=setting.cuda):
             loop.step(clip=clip)
-        steps = kinds.setdefault("steady" if engine.selections == selections else "re-selecting", _Steps())
+        steps = kinds.setdefault("steady" if engine.uploads.selections == selections else "re-selecting", _Steps())
         copied = blocking - copies
         steps.syncs.append(syncs.total())
         steps.places += syncs

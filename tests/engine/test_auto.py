@@ -124,7 +124,7 @@ def test_drifting_selections_resume_bitwise(entry: dict[str, Any] | None, option
         saved = Training(entry, options).run(0, position).saved()
         resumed = Training(entry, options).load(saved).run(position, 14)
         assert_same(resumed.weights(), expected)
-        assert resumed.optimizer.engine.selections > 0, "a test of nothing"
+        assert resumed.optimizer.engine.uploads.selections > 0, "a test of nothing"
 
 
 @pytest.mark.usefixtures("often")
@@ -135,7 +135,7 @@ def test_delays_leave_selections_unchanged(options: dict[str, Any], copies: Copi
     copies.make = delays.before(copies.make)
     training = Training(EAGER_BACKEND, options).run(0, 12)
     assert_same(training.weights(), expected.weights())
-    assert training.optimizer.engine.selections == expected.optimizer.engine.selections > 2
+    assert training.optimizer.engine.uploads.selections == expected.optimizer.engine.uploads.selections > 2
     assert delays.calls > 20
 
 

@@ -291,7 +291,7 @@ def test_forward_ahead_of_a_reselecting_step() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         if isinstance(optimizer, ZenFlowAdamW):
-            assert optimizer.engine.selections > 2
+            assert optimizer.engine.uploads.selections > 2
             optimizer.close()
         return model.weight.detach()
 

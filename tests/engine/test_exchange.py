@@ -76,7 +76,7 @@ def test_training_equals_a_direct_exchange(
     if name == "zero_infinity":
         options = {**EVERY_STEP, "offload_device": "nvme", "nvme_path": tmp_path, "host_window_bytes": LARGEST_STATE}
     direct = Training(entry, options, dtype).run(0, 12)
-    expected, selections = [outcome(direct), rows(direct)], direct.optimizer.engine.selections
+    expected, selections = [outcome(direct), rows(direct)], direct.optimizer.engine.uploads.selections
     direct.optimizer.close()
     assert selections > 2
     request.getfixturevalue("through_lanes")
@@ -85,7 +85,7 @@ def test_training_equals_a_direct_exchange(
             other = Training(entry, options, dtype).run(0, 12)
             for actual, each in zip([outcome(other), rows(other)], expected, strict=True):
                 assert_same(actual, each)
-            assert other.optimizer.engine.selections == selections
+            assert other.optimizer.engine.uploads.selections == selections
             other.optimizer.close()
 
 
@@ -131,7 +131,7 @@ def test_optimizer_in_backward_exchanges_in_time(request: pytest.FixtureRequest)
             call(inputs).square().mean().backward()
         optimizer = zf.optimizer_of(call)
         optimizer.synchronize()
-        assert optimizer.engine.selections > 4
+        assert optimizer.engine.uploads.selections > 4
         weights = [param.detach().clone() for param in model.parameters()]
         optimizer.close()
         return weights

@@ -116,7 +116,7 @@ def test_files_train_to_the_bits_of_memory(
         assert cache_of(training).nbytes == min(window, total)
         assert total > 6 * CHUNK_BYTES
         assert_same(training.run(0, 12).weights(), weights)
-        assert training.optimizer.engine.selections == expected.optimizer.engine.selections
+        assert training.optimizer.engine.uploads.selections == expected.optimizer.engine.uploads.selections
         state = training.optimizer.state_dict()["state"]
         for index, entry_state in expected.optimizer.state_dict()["state"].items():
             own = state[index]

@@ -40,12 +40,12 @@ def moved(**options: Any) -> tuple[float, float]:
                 optimizer.zero_grad()
 
         train(0, MEASURED_FROM)
-        before = optimizer.engine.selections
+        before = optimizer.engine.uploads.selections
         with zf.profile(optimizer) as profile:
             train(MEASURED_FROM, STEPS)
         engine = optimizer.engine
         assert len(engine.offloaded) >= 8
-        per_parameter = (engine.selections - before) / len(engine.offloaded)
+        per_parameter = (engine.uploads.selections - before) / len(engine.offloaded)
         state_bytes = profile.summary()["state_bytes_per_step"]
         assert state_bytes is not None
         return state_bytes / engine.model_bytes, per_parameter

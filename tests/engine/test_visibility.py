@@ -112,7 +112,7 @@ def test_eager_training_between_compiled_steps() -> None:
         reference_optimizer.step()
         reference_optimizer.zero_grad()
     torch.testing.assert_close(training.weights(), list(reference.parameters()), atol=1e-5, rtol=0)
-    assert training.optimizer.engine.selections > 10
+    assert training.optimizer.engine.uploads.selections > 10
 
 
 def dense_state(training: Training) -> list[dict[str, Any]]:

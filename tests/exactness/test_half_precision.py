@@ -131,7 +131,7 @@ def test_weights_are_roundings_of_exact_masters(
         on_host = case not in WITHOUT_HOST_UPDATES
         assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_flushed > 0) == on_host
         assert bool(optimizer.engine.registry.streamed.params) == ("streamed" in case)
-        assert (optimizer.engine.selections > 0) == ("windows_of_one" in case or case == "files")
+        assert (optimizer.engine.uploads.selections > 0) == ("windows_of_one" in case or case == "files")
         for each in optimizer.engine.offloaded.values():
             with each.host.acquire() as state:
                 assert {side.dtype for side in (*each.device.rows.stored, *state.stored)} == {torch.float32}
@@ -157,7 +157,7 @@ def test_real_model_follows_its_masters(dtype: torch.dtype, inner: str | None) -
     weights, loss, optimizer = trained(gpt, tokens, dtype, zenflow_adamw(EXACT["windows_of_one"]), inner)
     with optimizer:
         assert optimizer.engine.windows_flushed > 0
-        assert optimizer.engine.selections > 0
+        assert optimizer.engine.uploads.selections > 0
     expected, expected_loss, _ = trained(gpt, tokens, dtype, master_adamw, inner)
     assert abs(loss - expected_loss) < 1e-3
     for weight, other in zip(weights, expected, strict=True):

@@ -109,7 +109,7 @@ def check(runs: Runs, flushes: Sequence[int] = ()) -> None:
     assert loss_difference < 1e-5
     assert weight_difference < (1e-4 if summed else 1e-5)
     assert 0 < engine.windows_flushed < STEPS * len(engine.offloaded)
-    assert engine.selections == sum(each.selections for each in oracle.split.values())
+    assert engine.uploads.selections == sum(each.selections for each in oracle.split.values())
     for each in engine.offloaded.values():
         expected = oracle.split[each.plan.name].selected.nonzero().flatten().tolist()
         assert sorted(each.device.selection.selected.tolist()) == expected

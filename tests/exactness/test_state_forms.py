@@ -111,7 +111,7 @@ def test_split_masters_change_no_weight(options: dict[str, Any]) -> None:
     """Masters differ by one fp32 ulp where they were halfway between two bf16 numbers."""
     split = Training({**options, **FORMS["split"]}).run(0, STEPS)
     assert all(each.host.form.split for each in split.optimizer.engine.offloaded.values())
-    assert split.optimizer.engine.selections > 0 or "select_interval" not in options
+    assert split.optimizer.engine.uploads.selections > 0 or "select_interval" not in options
     found, expected = split.result(), Training(options).run(0, STEPS).result()
     for name, value in expected.items():
         if name.endswith("master"):
@@ -142,7 +142,7 @@ def test_place_of_rounded_moments_changes_nothing(place: dict[str, Any], moments
             state.form for index in range(6) if index not in engine.offloaded and (state := updated.state(index))
         ]
         assert {form.moments for form in (*of_selected, *of_whole)} >= {moments}
-        assert engine.selections > 0 or "select_interval" not in place
+        assert engine.uploads.selections > 0 or "select_interval" not in place
         expected = Training({**POLICIES["zero_offload"], **form}).run(0, STEPS).result()
         assert differing(training.result(), expected) == []
 
@@ -175,7 +175,7 @@ def test_weights_in_host_memory_change_nothing(form: str) -> None:
     given = {**POLICIES["windows"], **FORMS[form]}
     expected = Training(given, compiled=True).run(0, STEPS).result()
     offloaded = Training({**given, "offload_weights": 1.0}, compiled=True).run(0, STEPS)
-    assert offloaded.optimizer.engine.selections > 0
+    assert offloaded.optimizer.engine.uploads.selections > 0
     assert differing(offloaded.result(), expected) == []
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.shard_hooks import Removable
+from zenflow_compile.runtime.shard_hooks import Removable, synchronize_before_state_dict
 from zenflow_compile.torch_internals import torch_private_compiler as private
 from zenflow_compile.torch_internals.torch_private import skipped_by_dynamo
 
@@ -31,11 +31,6 @@ BACKEND = "zenflow"
 def live_engine(engine_id: int | None) -> Engine | None:
     """The engine, or None if it was closed or collected."""
     return None if engine_id is None else cast("Engine | None", ops.find_engine(engine_id))
-
-
-def _synchronize_before_state_dict(engine_id: int, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if (engine := live_engine(engine_id)) is not None:
-        engine.synchronize()
 
 
 def _show_host_weights(engine_id: int, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -166,7 +161,7 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> list[Removab
                 continue
             handles += [
                 module.register_forward_pre_hook(reads, prepend=True),
-                module.register_state_dict_pre_hook(partial(_synchronize_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
+                module.register_state_dict_pre_hook(partial(synchronize_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(partial(_apply_before_load, engine_id)),  # type: ignore[no-untyped-call]
                 ReadBeforeApply.attach(module),
             ]
@@ -205,4 +200,6 @@ def _traced(context: Any) -> None:
     if private.backend_of(callback) == BACKEND or not isinstance(hook, ApplyBeforeForward):
         return
     if (engine := live_engine(hook.engine_id)) is not None:
-        engine.apply_in_step()
+        # Code without a fetch, and without a hook of ours, reads the weights.
+        engine.uploads.read_elsewhere = True
+        engine.apply_due()

@@ -43,9 +43,8 @@ class PassContext:
         plan: the plan of one engine.
         engine_id: the id of that engine, which every inserted node has as an argument.
         phase: which graph this is.
-        params: ``(p, input index)`` for each parameter of the engine that is an input of Dynamo's graph: ``p`` is the
-            index in the plan, the input index counts the inputs of Dynamo's graph. A parameter that the graph was
-            called with twice has two pairs.
+        params: ``(index in the plan, index among the inputs of Dynamo's graph)`` for each parameter of the engine that
+            is one of these. A parameter that the graph was called with twice has two pairs.
         finalizes_in_backward: whether the backward graph may contain update nodes.
         forward_order: parameters by first use in the forward, as far as known.
         weight_grad_bytes: device memory that a new order of the weight gradients may keep alive; 0 keeps the order.
@@ -64,11 +63,6 @@ class PassContext:
     weights: OffloadedWeights | None = None
     number: int = 0
     weight_storages: Mapping[int | None, int] = field(default_factory=dict)
-
-    def in_forward_order(self) -> list[int]:
-        """This graph's parameters by first use in the forward; parameters of unknown use follow in the plan's order."""
-        known = {p: position for position, p in enumerate(self.forward_order)}
-        return sorted({p for p, _ in self.params}, key=lambda p: (known.get(p, len(known)), p))
 
     def inputs_of(self, p: int) -> list[int]:
         """The input indices of one parameter, in order. There are several if the graph was called with it twice."""
@@ -120,13 +114,6 @@ def token(graph: Graph, engine_id: int) -> Node:
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         return insert(graph, ops.BEGIN_BACKWARD, (engine_id,))
-
-
-def begin_weights(graph: Graph, engine_id: int, number: int) -> Node:
-    """Insert the token that orders the engine's loads and unloads. It also tells the engine which graph runs."""
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        return insert(graph, ops.BEGIN_WEIGHTS, (engine_id, number))
 
 
 def written_inputs(graph: Graph) -> set[Node]:

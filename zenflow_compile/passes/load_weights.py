@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from zenflow_compile.passes.base import PassContext, Phase, begin_weights, insert
+from zenflow_compile.passes.base import PassContext, Phase, insert
 from zenflow_compile.planning.weight_memory import GraphLoads, schedule_weights
 from zenflow_compile.runtime import ops
 from zenflow_compile.torch_internals import torch_private_compiler as private
@@ -40,7 +40,8 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
     own. Each use gets its own views, behind the load: eager operators make no view of an empty storage.
     """
     graph = gm.graph
-    if ctx.weights is None or any(node.args[0] == ctx.engine_id for node in begun(graph)):
+    begun = graph.find_nodes(op="call_function", target=ops.BEGIN_WEIGHTS)
+    if ctx.weights is None or any(node.args[0] == ctx.engine_id for node in begun):
         return 0
     inputs = inputs_by_weight(graph, ctx)
     of_storage = weights_by_storage(inputs)
@@ -50,7 +51,9 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
     sizes = {p: ctx.plan.params[p].weight_bytes for p in inputs}
     if ctx.weights.strict:
         check_together(found, sizes, ctx)
-    start = begin_weights(graph, ctx.engine_id, ctx.number)
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        # The token that orders the loads and unloads. It also tells the engine which graph runs.
+        start = insert(graph, ops.BEGIN_WEIGHTS, (ctx.engine_id, ctx.number))
     turns = schedule_weights(list(found.values()), sizes, ctx.weights.ring_bytes)
     count = 0
     for node, turn in zip(found, turns, strict=True):
@@ -60,12 +63,10 @@ def load_weights(gm: GraphModule, ctx: PassContext) -> int:
             sink_views(graph, node, of_storage)
         with graph.inserting_before(node.next):
             count += insert_calls(graph, [(ops.UNLOAD_WEIGHT_, turn.ended)], inputs, start, ctx.engine_id, node)
-    erase_unused_views(graph, of_storage)
+    for node in reversed(graph.nodes):  # views that only uses with their own had read
+        if not node.users and is_view(node, of_storage):
+            graph.erase_node(node)
     return count
-
-
-def begun(graph: Graph) -> list[Node]:
-    return list(graph.find_nodes(op="call_function", target=ops.BEGIN_WEIGHTS))
 
 
 def loads_of(gm: GraphModule, ctx: PassContext) -> GraphLoads:
@@ -167,29 +168,18 @@ def sink_views(graph: Graph, node: Node, of_storage: Mapping[int | None, int]) -
     node.args, node.kwargs = map_arg((node.args, node.kwargs), own)
 
 
-def erase_unused_views(graph: Graph, of_storage: Mapping[int | None, int]) -> None:
-    """Remove the views that only uses with their own had read."""
-    for node in reversed(graph.nodes):
-        if not node.users and is_view(node, of_storage):
-            graph.erase_node(node)
-
-
 def weights_to_keep(graph: Graph, ctx: PassContext) -> dict[int, str]:
     """Weights that must stay on the device because of this graph, with the reason."""
     if ctx.weights is None:
         return {}
-    found = [(node, "a nested compiled region reads it") for node in read_by_subgraphs(graph)]
+    regions = [node for node in graph.nodes if private.calls_subgraph(node)]
+    found = [(read, "a nested compiled region reads it") for node in regions for read in node.all_input_nodes]
     if ctx.phase is not Phase.BACKWARD:
         found += [(node, "the forward returns a view of it") for node in private.returned_nodes(graph)]
         found += [(node, "the forward writes it") for node in private.written_by_forward(graph)]
     of_storage = storages_of_weights(graph, ctx)
     pairs = [(of_storage.get(private.storage_of(node)), reason) for node, reason in found]
     return {p: reason for p, reason in pairs if p is not None}
-
-
-def read_by_subgraphs(graph: Graph) -> list[Node]:
-    """What nested compiled regions get."""
-    return [each for node in graph.nodes if private.calls_subgraph(node) for each in node.all_input_nodes]
 
 
 def storages_of_weights(graph: Graph, ctx: PassContext) -> dict[int | None, int]:

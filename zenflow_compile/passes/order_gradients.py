@@ -53,13 +53,15 @@ def cones_to_move(graph: Graph, ctx: PassContext) -> list[list[Node]]:
     written = written_memory(graph)
     inputs = private.aot_inputs(graph)
     weights = {inputs.get(index) for _, index in ctx.params}  # the graph keeps them anyway
-    for p in ctx.in_forward_order():
+    known = {p: position for position, p in enumerate(ctx.forward_order)}
+    # Parameters of unknown use follow in the plan's order.
+    for p in sorted({p for p, _ in ctx.params}, key=lambda p: (known.get(p, len(known)), p)):
         each_input = (gradient(graph, index) for index in ctx.inputs_of(p))
         found = next((each for each in each_input if each is not None), None)
         if found is None or not ctx.plan.params[p].offloaded:
             continue
         cone = [node for node in exclusive_cone(found[0]) if node not in taken]
-        read = [node for node in sources(cone) if node not in weights]
+        read = {node for member in cone for node in member.all_input_nodes} - set(cone) - weights
         if any(private.storage_of(node) in written for node in read):
             continue  # moved behind the write, it would read the new values
         kept |= {private.storage_of(node): bytes_of(node) for node in read}
@@ -88,13 +90,6 @@ def exclusive_cone(root: Node) -> list[Node]:
 def written_memory(graph: Graph) -> set[int | None]:
     """Storages that the graph's own operators write to."""
     return {storage for node in graph.nodes for storage in storages_written_by(node)}
-
-
-def sources(cone: list[Node]) -> list[Node]:
-    """Nodes outside ``cone`` that its operators read."""
-    inside = set(cone)
-    read = {node for member in cone for node in member.all_input_nodes}
-    return [node for node in read if node not in inside]
 
 
 def bytes_of(node: Node) -> int:

@@ -222,14 +222,11 @@ def _begin_backward(engine_id: int) -> Tensor:
     return torch.zeros(1, device="cpu")
 
 
-@annotated("offload", _names)
-def _offload_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
+def _take_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
     engine(engine_id).offload_gradients(ps, grads)
 
 
-@annotated("reduce", _names)
-def _reduce_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
-    engine(engine_id).offload_gradients(ps, grads)
+_offload_gradients, _reduce_gradients = (annotated(phase, _names)(_take_gradients) for phase in ("offload", "reduce"))
 
 
 @annotated("update", _names)

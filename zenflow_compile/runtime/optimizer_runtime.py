@@ -178,10 +178,6 @@ class OptimizerRuntime:
         return self.registry.transport.workers.cores
 
     @property
-    def selections(self) -> int:
-        return self.uploads.selections
-
-    @property
     def finalizes_in_backward(self) -> bool:
         """Whether updates may sit in the backward graph."""
         return self.in_backward and self.options.max_grad_norm is None and self.ranks is None
@@ -356,13 +352,6 @@ class OptimizerRuntime:
             for offloaded in chosen:
                 self.registry.follow_storage(offloaded.plan.index)
                 self.uploads.before_use(offloaded, self.step)
-
-    def apply_in_step(self) -> None:
-        """Apply due updates in ``step()`` from now on: code without a fetch, and without a hook of ours, reads the
-        weights.
-        """
-        self.uploads.read_elsewhere = True
-        self.apply_due()
 
     # Weights in host memory.
 

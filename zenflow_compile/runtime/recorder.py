@@ -124,21 +124,20 @@ class Recorder:
 
     def mark(self, kind: str, *, param: str) -> None:
         """Record that an update window was flushed ("flush") or a selection took effect ("select")."""
-        if self.timeline is not None:
-            now = time.perf_counter_ns()
-            self.timeline.add(WINDOWS, kind, now, now, step=self.step, param=param)
+        self._mark(WINDOWS, kind, param=param)
 
     def dense_gradient(self, line: str) -> None:
         """Record that the line ``line`` ("file:line") made a gradient dense."""
-        if self.timeline is not None:
-            now = time.perf_counter_ns()
-            self.timeline.add(GRADIENTS, "dense", now, now, step=self.step, param=line)
+        self._mark(GRADIENTS, "dense", param=line)
 
     def sent(self, kind: str, size: int) -> None:
         """Record that this rank has put ``size`` bytes into a collective of this kind."""
+        self._mark(RANKS, kind, size=size)
+
+    def _mark(self, lane: str, kind: str, *, param: str = "", size: int = 0) -> None:
         if self.timeline is not None:
             now = time.perf_counter_ns()
-            self.timeline.add(RANKS, kind, now, now, step=self.step, bytes=size)
+            self.timeline.add(lane, kind, now, now, step=self.step, param=param, bytes=size)
 
     def slack(self, final: Moment | None, *, step: int, param: str) -> None:
         """Record the time from the final gradient of ``step`` (``final``) to the read of the weight, which is now."""

@@ -34,7 +34,7 @@ def hook_shards(params: Sequence[Tensor], engine_id: int) -> list[Removable]:
     handles: list[Removable] = [*torch_private.listen_to_unshard(sharded, _BeforeUnshard(engine_id))]
     for module in torch_private.modules_with_shards(sharded):
         handles += [
-            module.register_state_dict_pre_hook(partial(_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(partial(synchronize_before_state_dict, engine_id)),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(partial(_before_load, engine_id)),  # type: ignore[no-untyped-call]
         ]
     return handles
@@ -49,7 +49,7 @@ class _BeforeUnshard:
             engine.before_unshard(sharded)
 
 
-def _before_state_dict(engine_id: int, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def synchronize_before_state_dict(engine_id: int, module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if (engine := _find(engine_id)) is not None:
         engine.synchronize()
 

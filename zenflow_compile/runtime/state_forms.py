@@ -122,7 +122,8 @@ class StateForm:
         random = _random_bits(exp_avg, exp_avg_sq, step)
         if self.moments == "bf16":
             return _rounded(exp_avg, random & 0xFFFF), _rounded(exp_avg_sq, random >> 16)
-        return _quantized(self, exp_avg, exp_avg_sq, random)
+        signed = _rows(self, exp_avg, random & 0xFFFFF, signed=True)
+        return signed, _rows(self, exp_avg_sq, random >> 13, signed=False)
 
     def _in_pieces(self, convert: _Convert, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
         """Convert rows piece by piece: temporaries are int64, and some ten times as large as what is converted."""
@@ -249,13 +250,8 @@ def _out_of_blocks(form: StateForm, blocks: Tensor) -> Tensor:
     return blocks.flatten(1)[:, : form.length]
 
 
-def _quantized(form: StateForm, exp_avg: Tensor, exp_avg_sq: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of stored 8-bit moments: i8[n, blocks + length] each."""
-    signed = _rows(form, exp_avg, random & 0xFFFFF, _MANTISSA, signed=True)
-    return signed, _rows(form, exp_avg_sq, random >> 13, _MANTISSA_SQUARE, signed=False)
-
-
-def _rows(form: StateForm, values: Tensor, random: Tensor, mantissa: int, *, signed: bool) -> Tensor:
+def _rows(form: StateForm, values: Tensor, random: Tensor, *, signed: bool) -> Tensor:
+    """Rows of a stored 8-bit moment: i8[n, blocks + length]."""
     bits, random = _in_blocks(form, _bits(values)), _in_blocks(form, random)
     largest = (bits & 0x7FFFFFFF).amax(-1, keepdim=True)
     scale = (largest + 0x7FFFFF) >> 23  # exponent bits of the power of two that is not below it
@@ -264,7 +260,7 @@ def _rows(form: StateForm, values: Tensor, random: Tensor, mantissa: int, *, sig
     inverse = torch.where(any_, _floats((254 - scale) << 23), 0.0)
     bits = torch.where(scale == _LOST, 0, bits)
     relative = _floats(bits & 0x7FFFFFFF) * inverse
-    code = _code(relative, random, mantissa)
+    code = _code(relative, random, _MANTISSA if signed else _MANTISSA_SQUARE)
     if signed:
         code |= bits >> 31 << 7
     else:

@@ -68,21 +68,9 @@ _QUANTIZED_ELEMENTS = 1024  # of one program at a time: 8 of each thread
 
 @_jit_for_any_k
 def _norms_and_split_kernel(  # type: ignore[no-untyped-def]
-    matrix,
-    stride_row,
-    stride_column,
-    position,
-    selected_out,
-    deferred_out,
-    partials,
-    slices,
-    length,
-    k,
-    DIM: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
-    BLOCK_LENGTH: tl.constexpr,
-):
+    matrix, stride_row, stride_column, position, selected_out, deferred_out, partials, slices, length, k,
+    DIM: tl.constexpr, TILES: tl.constexpr, BLOCK_SLICES: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
+):  # fmt: skip
     """A strip of BLOCK_SLICES slices by TILES * BLOCK_LENGTH elements: into the blocks, and its sums into ``partials``.
 
     partials: f32[strips along the length, slices]; every program owns its elements, so no atomics are needed.
@@ -147,20 +135,9 @@ def _sum_partials_kernel(  # type: ignore[no-untyped-def]
 
 @_jit
 def _place_slices_kernel(  # type: ignore[no-untyped-def]
-    matrix,
-    stride_row,
-    stride_column,
-    position,
-    first_in,
-    second_in,
-    slices,
-    length,
-    k,
-    DIM: tl.constexpr,
-    BOTH: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
-    BLOCK_LENGTH: tl.constexpr,
-):
+    matrix, stride_row, stride_column, position, first_in, second_in, slices, length, k,
+    DIM: tl.constexpr, BOTH: tl.constexpr, BLOCK_SLICES: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
+):  # fmt: skip
     """matrix slice <- second_in[position - k], from position k on; with BOTH, first_in[position] before it."""
     slice_blocks = tl.cdiv(slices, BLOCK_SLICES)
     slice_index = (tl.program_id(0) % slice_blocks) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
@@ -285,33 +262,11 @@ def _store_moment(codes_at, scales_at, values, random, mask, is_block, SIGNED: t
 
 @_jit_for_any_step
 def _adam_columns_kernel(  # type: ignore[no-untyped-def]
-    matrix,
-    stride_row,
-    stride_column,
-    selected,
-    gradient,
-    master,
-    exp_avg,
-    exp_avg_sq,
-    k,
-    length,
-    grad_scale,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    decay,
-    step_size,
-    bias_correction2_sqrt,
-    eps,
-    step,
-    SCALE_ON_DEVICE: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ALL: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
-    BLOCK_LENGTH: tl.constexpr,
-):
+    matrix, stride_row, stride_column, selected, gradient, master, exp_avg, exp_avg_sq, k, length,
+    grad_scale, one_minus_beta1, beta2, one_minus_beta2, decay, step_size, bias_correction2_sqrt, eps, step,
+    SCALE_ON_DEVICE: tl.constexpr, MOMENTS: tl.constexpr, ALIGNED: tl.constexpr, ALL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_SLICES: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
+):  # fmt: skip
     """AdamW on the state of BLOCK_SLICES selected slices, in place, and its cast into the matrix's slices."""
     slice_blocks = tl.cdiv(k, BLOCK_SLICES)
     number = (tl.program_id(0) % slice_blocks) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
@@ -387,18 +342,9 @@ def _exact_gradient(gradient, residual, offset, mask, scale):  # type: ignore[no
 
 @_jit
 def _quantize_slices_kernel(  # type: ignore[no-untyped-def]
-    gradient,
-    residual,
-    grad_scale,
-    scales_out,
-    values_out,
-    slices,
-    length,
-    SCALE_ON_DEVICE: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_SLICES: tl.constexpr,
-    BLOCK_LENGTH: tl.constexpr,
-):
+    gradient, residual, grad_scale, scales_out, values_out, slices, length,
+    SCALE_ON_DEVICE: tl.constexpr, WORDS: tl.constexpr, BLOCK_SLICES: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
+):  # fmt: skip
     """Read BLOCK_SLICES slices two times: for their scales, and for values and residuals. The second time is cached."""
     slice_index = tl.program_id(0) * BLOCK_SLICES + tl.arange(0, BLOCK_SLICES)
     is_slice = slice_index < slices
@@ -460,21 +406,9 @@ def _norms(matrix: Tensor, dim: int, position: Tensor, k: int, selected_out: Ten
         return sums.zero_()
     with _on(matrix):
         _norms_and_split_kernel[(strips * triton.cdiv(slices, block_slices),)](
-            matrix,
-            *matrix.stride(),
-            position,
-            selected_out,
-            deferred_out,
-            partials,
-            slices,
-            length,
-            k,
-            DIM=dim,
-            TILES=tiles,
-            BLOCK_SLICES=block_slices,
-            BLOCK_LENGTH=_BLOCK_LENGTH,
-            enable_fp_fusion=False,
-        )
+            matrix, *matrix.stride(), position, selected_out, deferred_out, partials, slices, length, k,
+            DIM=dim, TILES=tiles, BLOCK_SLICES=block_slices, BLOCK_LENGTH=_BLOCK_LENGTH, enable_fp_fusion=False,
+        )  # fmt: skip
         if strips > 1:
             _sum_partials_kernel[(triton.cdiv(slices, _BLOCK_SUMS),)](
                 partials, sums, strips, slices, BLOCK_STRIPS=_BLOCK_STRIPS, BLOCK=_BLOCK_SUMS
@@ -523,19 +457,10 @@ def _place_slices(matrix: Tensor, dim: int, selection: Selection, first_in: Tens
     slices, length = matrix.shape[dim], matrix.shape[1 - dim]
     with _on(matrix):
         _place_slices_kernel[(triton.cdiv(length, _BLOCK_LENGTH) * triton.cdiv(slices, _BLOCK_SLICES),)](
-            matrix,
-            *matrix.stride(),
-            selection.position,
-            first_in,
-            second_in,
-            slices,
-            length,
+            matrix, *matrix.stride(), selection.position, first_in, second_in, slices, length,
             selection.selected.numel(),
-            DIM=dim,
-            BOTH=first_in is not None,
-            BLOCK_SLICES=_BLOCK_SLICES,
-            BLOCK_LENGTH=_BLOCK_LENGTH,
-        )
+            DIM=dim, BOTH=first_in is not None, BLOCK_SLICES=_BLOCK_SLICES, BLOCK_LENGTH=_BLOCK_LENGTH,
+        )  # fmt: skip
 
 
 def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: float) -> None:
@@ -556,30 +481,15 @@ def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: flo
     block_length = _BLOCK_STATE_ELEMENTS // block_slices
     with _on(matrix):
         _adam_columns_kernel[(triton.cdiv(shape[1], block_length) * triton.cdiv(slices, block_slices),)](
-            matrix,
-            *matrix.stride(),
-            state.master if state.selection is None else state.selection.selected,
-            state.gradient,
-            *stored,
-            *shape,
-            scale,
-            1.0 - coefficients.beta1,
-            coefficients.beta2,
-            1.0 - coefficients.beta2,
-            window.decay,
-            window.step_size,
-            window.bias_correction2_sqrt,
-            eps,
-            state.step,
-            SCALE_ON_DEVICE=_on_device(scale),
-            MOMENTS=_MOMENTS[state.form.moments],
+            matrix, *matrix.stride(), state.master if state.selection is None else state.selection.selected,
+            state.gradient, *stored, *shape,
+            scale, 1.0 - coefficients.beta1, coefficients.beta2, 1.0 - coefficients.beta2,
+            window.decay, window.step_size, window.bias_correction2_sqrt, eps, state.step,
+            SCALE_ON_DEVICE=_on_device(scale), MOMENTS=_MOMENTS[state.form.moments],
             ALIGNED=math.gcd(16, shape[1], state.form.blocks, state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()),
-            ALL=state.selection is None,
-            DIM=dim,
-            BLOCK_SLICES=block_slices,
-            BLOCK_LENGTH=block_length,
+            ALL=state.selection is None, DIM=dim, BLOCK_SLICES=block_slices, BLOCK_LENGTH=block_length,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -600,19 +510,10 @@ def quantize_slices_(
         return
     with _on(gradient):
         _quantize_slices_kernel[(triton.cdiv(slices, block_slices),)](
-            gradient,
-            residual,
-            grad_scale,
-            scales_out,
-            values_out,
-            slices,
-            length,
-            SCALE_ON_DEVICE=_on_device(grad_scale),
-            WORDS=(values_out.data_ptr() | length) % 4 == 0,
-            BLOCK_SLICES=block_slices,
-            BLOCK_LENGTH=block_length,
-            enable_fp_fusion=False,
-        )
+            gradient, residual, grad_scale, scales_out, values_out, slices, length,
+            SCALE_ON_DEVICE=_on_device(grad_scale), WORDS=(values_out.data_ptr() | length) % 4 == 0,
+            BLOCK_SLICES=block_slices, BLOCK_LENGTH=block_length, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _on_device(grad_scale: float | Tensor) -> bool:
