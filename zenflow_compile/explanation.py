@@ -62,14 +62,7 @@ class GraphLine:
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
-    """One rewritten graph as text, which keeps nothing else alive.
-
-    Attributes:
-        phase: which graph of the step.
-        compile_id: Dynamo's "frame/recompilation".
-        counts: rewrites per pass.
-        lines: the nodes in order.
-    """
+    """One rewritten graph as text, which keeps nothing else alive; ``compile_id`` is Dynamo's "frame/recompilation"."""
 
     phase: Phase
     compile_id: str

@@ -41,8 +41,7 @@ def ensure_optimizer(
     modules whose parameters it updates.
 
     Args:
-        params: the parameters among the inputs of Dynamo's graph.
-        roots: the modules that they were found in.
+        params: the parameters among the inputs of Dynamo's graph, which were found in the modules ``roots``.
         keywords: of ``ZenFlowAdamW``.
 
     Raises:

@@ -96,14 +96,11 @@ def _refuse_replaced(graph: torch.fx.Graph, owned: set[int]) -> None:
 
 
 def refuse_ddp(call: private.CompileCall | None = None) -> None:
-    """Raise before DistributedDataParallel waits for gradients that never come.
+    """Raise ValueError under DistributedDataParallel, which would wait for gradients that never come.
 
     Args:
         call: the compilation that is under way; None where a compiled graph runs. Under DistributedDataParallel, Dynamo
             reuses a graph that it compiled for the bare module.
-
-    Raises:
-        ValueError: the model is wrapped in DistributedDataParallel.
     """
     if private.inside_ddp(call):
         raise ValueError(

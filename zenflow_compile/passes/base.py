@@ -84,9 +84,8 @@ A second run on the same graph rewrites nothing and returns 0. ``passes.pipeline
 def insert(graph: Graph, op: Any, args: tuple[Any, ...], serves: Node | None = None) -> Node:
     """Insert a call of one of our ops at the graph's insertion point, with the example value that Inductor needs.
 
-    Args:
-        serves: the model's node that the call is inserted for. Its source line and module path are copied to the new
-            node, so that printed graphs and generated code show them.
+    The source line and module path of ``serves``, the model's node that the call is inserted for, are copied to the new
+    node, so that printed graphs and generated code show them.
     """
     name = op._schema.name.removeprefix("zenflow::").rstrip("_")
     if len(args) > 1:  # named after its parameter, or the first one; tokens have none

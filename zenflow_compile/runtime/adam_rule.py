@@ -37,10 +37,8 @@ tensor by scalar code, which rounds differently."""
 class PaddedTail(NamedTuple):
     """Flat tensors of one size, cut so that vectorized code updates every element, whatever its place.
 
-    Attributes:
-        vectors: views of all whole vectors.
-        tail: views of the elements after them. Empty if there are none.
-        padded: copies of ``tail``, each filled up to one vector.
+    ``vectors`` are views of all whole vectors, ``tail`` of the elements after them, if there are any, and ``padded``
+    copies of these, each filled up to one vector.
     """
 
     vectors: list[Tensor]

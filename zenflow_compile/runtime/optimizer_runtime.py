@@ -139,12 +139,9 @@ class OptimizerRuntime:
     # Parameters.
 
     def add_params(self, named: Sequence[Sequence[tuple[str, Parameter]]], first_group: int = 0) -> None:
-        """Plan and allocate further parameters, by param group, of which ``first_group`` is the index of the first one.
+        """Plan and allocate further parameters, by param group, of which the first has the index ``first_group``.
 
-        Those that exist keep their phases.
-
-        Raises:
-            ValueError: more host memory is needed than the machine has; nothing has been changed then.
+        Those that exist keep their phases. Raises ValueError, before any change, if the host has too little memory.
         """
         if self.params:
             self.synchronize()
@@ -226,11 +223,7 @@ class OptimizerRuntime:
         self.uploads.before_load(self.step)
 
     def synchronize(self) -> None:
-        """Wait for work in flight and make due updates visible. The trajectory stays what it would have been.
-
-        Raises:
-            RuntimeError: work in flight failed.
-        """
+        """Wait for work in flight, which may raise, and make due updates visible. The trajectory stays as it was."""
         if self.in_child:
             self._check_weights_in_child()
             return
@@ -277,11 +270,7 @@ class OptimizerRuntime:
             self.device_memory.offload(found)
 
     def reload_all(self) -> None:
-        """Have everything on the device that ``offload_all`` has moved. Cheap when it is there.
-
-        Raises:
-            torch.OutOfMemoryError: see :meth:`DeviceMemory.bring_back`.
-        """
+        """Have everything on the device that ``offload_all`` has moved, or raise torch.OutOfMemoryError."""
         self._check()
         self._bring_back()
 
@@ -329,8 +318,7 @@ class OptimizerRuntime:
     def before_unshard(self, sharded: Sequence[Tensor]) -> None:
         """Make due updates of parameters that FSDP2 is about to gather visible, and start the uploads that follow.
 
-        Raises:
-            RuntimeError: see ``apply_due``.
+        Raises RuntimeError as ``apply_due`` does.
         """
         if self.in_child:
             self._check_weights_in_child()

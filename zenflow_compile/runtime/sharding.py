@@ -33,11 +33,7 @@ class LocalShard(Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The part of the gradient in ``.grad`` of the model's parameter.
-
-        Raises:
-            TypeError: there is a tensor that is not sharded as the parameter is.
-        """
+        """The part of the gradient in ``.grad`` of the model's parameter; TypeError if it is sharded otherwise."""
         grad = self.sharded.grad
         if grad is None:
             return None
@@ -114,8 +110,7 @@ class Sharding(NamedTuple):
 def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
     """The mesh over which ``params`` are sharded; None if none of them is.
 
-    Raises:
-        TypeError: they are sharded over several meshes, or see ``refuse_sharded``.
+    Raises TypeError if they are sharded over several, or as ``refuse_sharded`` does.
     """
     sharded = [param for param in params if torch_private.is_dtensor(param)]
     found = {_sharding(param): None for param in sharded}
@@ -203,16 +198,13 @@ def refuse_exchanged(params: Iterable[Tensor]) -> None:
 
 
 def refuse_replaced_by_shards(params: Sequence[Tensor]) -> None:
-    """Refuse parameters that a strategy took out of the model after the optimizer was created: they would never train.
+    """Raise RuntimeError if a parameter is in no module, and a module has a sharded one: it would never train.
 
     Searches all modules of the process, because an optimizer does not know its model. Does nothing without a process
     group.
 
     Args:
         params: parameters without a gradient at the first step.
-
-    Raises:
-        RuntimeError: one of ``params`` is in no module, and a module has a sharded parameter.
     """
     if not params or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return

@@ -86,10 +86,7 @@ class StepRunner(OptimizerRuntime):
         return True
 
     def begin_update(self, untaken: Sequence[OffloadedParam] = ()) -> None:
-        """Take all gradients: they are final, and ``check_gradients`` has passed.
-
-        Args:
-            untaken: parameters whose gradient is still in ``.grad``.
+        """Take all gradients, also ``untaken`` ones from ``.grad``: they are final, and ``check_gradients`` has passed.
 
         Raises: see ``ParamRegistry.check_groups``, or work in flight failed; nothing has been changed then.
         """

@@ -42,12 +42,8 @@ def norms_and_split(
 ) -> Tensor:
     """Copy the selected slices into ``selected_out`` [k, length], the others into ``deferred_out`` [deferred, length].
 
-    Args:
-        matrix: [rows, columns], any floating dtype and strides; read once.
-        selected_out, deferred_out: contiguous, of the matrix's dtype.
-
-    Returns:
-        The ``column_norms``.
+    Reads ``matrix`` [rows, columns], of any floating dtype and strides, once, and returns its ``column_norms``. The
+    blocks are contiguous, of the matrix's dtype.
     """
     if (kernels := _kernels(matrix.device)) is not None:
         norms: Tensor = kernels.norms_and_split(matrix, dim, selection, selected_out, deferred_out)
@@ -92,11 +88,7 @@ def unsplit_columns(
 
 
 def merge_columns(matrix: Tensor, dim: int, selection: Selection, values: Tensor) -> None:
-    """Write ``values`` [deferred, length] into the deferred slices of ``matrix``, in place; the others keep their bits.
-
-    Args:
-        values: contiguous, of the matrix's dtype.
-    """
+    """Write contiguous ``values`` [deferred, length] of its dtype into the deferred slices of ``matrix``, in place."""
     if (kernels := _kernels(matrix.device)) is not None:
         kernels.merge_columns(matrix, dim, selection, values)
     else:

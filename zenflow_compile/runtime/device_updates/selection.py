@@ -42,10 +42,8 @@ class Selection:
     def of(cls, selected: Tensor, slices: int, device: torch.device, deferred: Tensor | None = None) -> Selection:
         """Make a selection of ``slices`` slices; ``deferred`` is in ascending order unless given.
 
-        Runs on the host, and synchronizes with the device if the indices are there.
-
-        Raises:
-            ValueError: a slice is out of range, missing, or listed twice.
+        Runs on the host, and synchronizes with the device if the indices are there. Raises ValueError if a slice is out
+        of range, missing, or listed twice.
         """
         chosen = selected.cpu().long()
         if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < slices:
@@ -163,17 +161,13 @@ def best_slices(score: Tensor, k: int, groups: int) -> Tensor:
 
 
 def better_slices(score: Tensor, selected: Tensor, k: int, margin: float, at_most: Tensor) -> Tensor:
-    """Make the best swaps inside each group; ``count_swaps`` says which swaps are worth it.
+    """Make the best swaps inside each group: i32[k], ascending; ``count_swaps`` says which swaps are worth it.
 
     Args:
         score: f32[slices].
-        selected: bool[slices], ``k`` of them true.
-        k: number of selected slices, given so that the device need not be asked.
+        selected: bool[slices], ``k`` of them true, which is given so that the device need not be asked.
         margin: by how much an entering slice's score must exceed that of the slice it replaces, as a share of it.
         at_most: i64[groups], swaps that each group may make.
-
-    Returns:
-        i32[k], ascending. The number per group stays the same.
     """
     groups = at_most.numel()
     enters, leaving, entering = _swaps(score, selected, groups, margin)

@@ -175,8 +175,7 @@ class StreamedAdam:
     def fit(self, subgroups: Sequence[StreamedGroup]) -> None:
         """Have buffers that hold the largest subgroup, ``subgroups`` included. No write-back may be in flight.
 
-        Raises:
-            torch.OutOfMemoryError: the device has too little memory. The old buffers stay in use.
+        At a torch.OutOfMemoryError the old buffers stay in use.
         """
         all_subgroups = [*self.subgroups, *subgroups]
         elements = max((each.host.numel() for each in all_subgroups), default=0)
@@ -219,8 +218,7 @@ class StreamedAdam:
     def update(self, coefficients_of: CoefficientsOf) -> None:
         """Do one AdamW step on every parameter that has a gradient, subgroup by subgroup.
 
-        Raises:
-            CopyError: the copy of a subgroup's state failed.
+        Raises CopyError if the copy of a subgroup's state failed.
         """
         due = [subgroup for subgroup in self.subgroups if subgroup.has_gradients]
         if not due:
@@ -317,8 +315,7 @@ class StreamedAdam:
     def load(self, index: int, state: ResidentState | None) -> None:
         """Put back a checkpoint's state of parameter ``index``; None resets it. Nothing may be in flight.
 
-        Raises:
-            ValueError: see :meth:`ResidentState.load`.
+        Raises ValueError as :meth:`ResidentState.load` does.
         """
         own = self.params[index].state
         self.params[index].ever_updated = state is not None

@@ -79,11 +79,8 @@ def bump_versions(params: Sequence[Tensor], counters: Sequence[VersionCounter]) 
 def counters_of(params: Sequence[Tensor], known: Sequence[VersionCounter] = ()) -> list[VersionCounter]:
     """Return the counters of ``params``, in their order; parameters that share a version counter get the same object.
 
-    Shared storage is no sign of a shared counter: ``module.to(dtype)`` gives every parameter new storage, but
-    parameters that shared a version counter before still do.
-
-    Args:
-        known: the counters of the first of ``params``.
+    The first of ``params`` have the counters ``known``. Shared storage is no sign of a shared counter:
+    ``module.to(dtype)`` gives every parameter new storage, but those that shared a version counter before still do.
     """
     labels = torch_private.version_counter_labels(params)
     counters = dict(zip(labels, known, strict=False))

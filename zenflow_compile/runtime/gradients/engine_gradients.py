@@ -87,9 +87,7 @@ class Gradients:
     def of_all_ranks(self, name: str, state: GradientState) -> Iterator[RankGroup]:
         """All ranks read the gradient of parameter ``name``.
 
-        Raises:
-            RankError: not all of them do.
-            RuntimeError: its sum over ranks is not complete yet.
+        Raises RankError if not all of them do, and RuntimeError if its sum over ranks is not complete yet.
         """
         assert self._ranks is not None
         if state is GradientState.LOCAL:

@@ -134,8 +134,7 @@ class GradientRecord:
     def read(self) -> Tensor:
         """The gradient as a dense tensor, which callers must not write: a dense gradient returns its own tensor.
 
-        Raises:
-            RuntimeError: the values are gone.
+        Raises RuntimeError if the values are gone.
         """
         if self.state is GradientState.DENSE:
             assert self._values is not None
@@ -157,8 +156,7 @@ class GradientRecord:
     def l2_norm(self, dtype: torch.dtype | None = None) -> Tensor:
         """0-d L2 norm, of ``dtype`` or the gradient's own, without making it dense.
 
-        Raises:
-            RuntimeError: the norm is unknown: the values are gone and were overwritten, or the gradient was discarded.
+        Raises RuntimeError if the values are gone and were overwritten, or the gradient was discarded.
         """
         dtype, state = dtype or self.like.dtype, self.state
         if state is GradientState.DENSE:
@@ -193,8 +191,7 @@ class GradientRecord:
     def make_dense(self) -> Tensor:
         """Move the gradient's values into a dense tensor, which holds them from now on, and return it.
 
-        Raises:
-            RuntimeError: the values are gone.
+        Raises RuntimeError if the values are gone.
         """
         if self.state is not GradientState.DENSE:
             self._take_memory(self.read())

@@ -424,9 +424,7 @@ class ShownGradient(GradientSource, ABC):
     def check_gradient(self) -> bool:
         """Whether there is a gradient for the optimizer step, or one that a step inside of the backward has consumed.
 
-        Raises:
-            TypeError: the gradient is sparse.
-            RuntimeError: no optimizer step can use the gradient in ``.grad``.
+        Raises TypeError for a sparse gradient, RuntimeError for one in ``.grad`` that no optimizer step can use.
         """
         grad, record = self.param.grad, self.record
         if record is not None and type(grad) is OffloadedGradient and grad._record is record and record.state.away:

@@ -59,11 +59,7 @@ class PendingGradient:
         return self._sent is not None and not self._sent[1].done()
 
     def new_gradient(self) -> Tensor:
-        """Allocate this step's gradient; the device waits for the copy of the last block.
-
-        Raises:
-            CopyError: that copy failed.
-        """
+        """Allocate this step's gradient; the device waits for the copy of the last block. Raises its CopyError."""
         if self._sent is not None:
             self._sent[1].wait_on_device()
             if self._streams is None or self._streams.current() == self._owner:
@@ -229,10 +225,8 @@ class WindowSum:
     def take_mean(self, out: Tensor) -> list[StepCoefficients]:
         """Empty the update window, and write the mean gradient into ``out`` [deferred, length] of the model's dtype.
 
-        The mean is divided by the window's largest scale, so that it overflows no more than the raw gradients did.
-
-        Returns:
-            The coefficients of each gradient of the window, which apply to the mean and have that scale.
+        The mean is divided by the window's largest scale, so that it overflows no more than the raw gradients did. The
+        returned coefficients of the window's gradients apply to the mean and have that scale.
         """
         scale = self.scales.largest(self.coefficients)
         torch.mul(self.total, self.scales.quotient(self.unit, scale, len(self.coefficients)), out=out)
@@ -288,17 +282,12 @@ class Residual:
     def compress(self, gradient: Tensor, coefficients: StepCoefficients, block: Tensor) -> StepCoefficients:
         """Write a final gradient [deferred, length] plus the residual into ``block``, and keep the new rounding error.
 
-        Returns:
-            The coefficients for the written gradient, which is scaled already.
+        Returns the coefficients for the written gradient, which is scaled already.
         """
         scales, values = scales_and_values(block)
         column_ops.quantize_slices_(gradient, self.lost, on_device(coefficients.grad_scale), scales, values)
         return coefficients._replace(grad_scale=1.0)
 
     def drop(self, changed: Tensor) -> None:
-        """Clear the residual of rows that now hold other slices.
-
-        Args:
-            changed: bool[deferred], on the device.
-        """
+        """Clear the residual of rows at ``changed``, bool[deferred] on the device, that now hold other slices."""
         self.lost.masked_fill_(changed.unsqueeze(1), 0.0)

@@ -47,8 +47,7 @@ class Bucket:
     Attributes:
         arrived: indices of the parameters that have a contribution of this rank.
         of_backward: those of them that had one in the backward that runs.
-        sent: in this round of sums.
-        pending: the mean over ranks, while it is under way.
+        sent: in this round of sums; ``pending`` is the mean over ranks, while it is under way.
     """
 
     def __init__(self, members: Sequence[OffloadedParam], group: RankGroup, dtype: torch.dtype) -> None:
@@ -123,8 +122,7 @@ class Bucket:
 class GradientReduction:
     """Sends the gradients of one engine, and hands each rank's share to the engine.
 
-    Args:
-        dtype: of the sums; None: each gradient's own.
+    Sums have ``dtype``, or that of each gradient.
     """
 
     def __init__(
@@ -162,11 +160,7 @@ class GradientReduction:
         return bool(self.on_device or self._late or waiting)
 
     def begin_backward(self) -> None:
-        """A backward begins.
-
-        Raises:
-            RankError: the one before it has failed after some of its gradients had been sent.
-        """
+        """A backward begins; RankError if the one before it failed after some of its gradients had been sent."""
         if self._in_round():
             self.reset()
         self._check_not_failed()
@@ -192,8 +186,7 @@ class GradientReduction:
     def finish(self) -> None:
         """Send what is left, and receive everything: a backward is over, and no further one comes before the step.
 
-        Raises:
-            RankError: another rank failed, is gone, or does not end a backward.
+        Raises RankError if another rank failed, is gone, or does not end a backward.
         """
         self._begin()
         self._drop_cleared()

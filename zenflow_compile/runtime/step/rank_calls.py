@@ -40,9 +40,7 @@ class StepMessages:
     def agree_on_load(self, refusal: str) -> None:
         """Tell the other ranks why this one cannot load its state, or that it can, with an empty text.
 
-        Raises:
-            ValueError: this rank can, and another one cannot.
-            RankError: not all ranks call it, or one has failed.
+        Raises ValueError if this rank can, and another one cannot.
         """
         refusals = self.group.gather_texts(Call.LOAD, refusal)
         for rank, text in enumerate(refusals):
@@ -56,17 +54,11 @@ class StepMessages:
         )
 
     def _check_step(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
-        """Check that all ranks are about to do the same step.
+        """Raise RankError if ranks are not about to do the same step. Returns the shortest window of rank 0's host.
 
         Args:
             rows: what the ranks have sent, which begins with ``_step_message``.
             gradients: all gradients have been sent, so that ranks have those of the same parameters.
-
-        Returns:
-            What rank 0 has measured: the shortest update window that its host keeps up with.
-
-        Raises:
-            RankError: they are not.
         """
         self._check_equal(rows, slice(4, 8), "values in param_groups")
         if gradients:
@@ -124,12 +116,10 @@ class RankCalls(StepMessages):
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
-        """Run an optimizer step inside of the block, with what rank 0 has measured: see ``_check_step``.
+        """Run an optimizer step inside of the block, with what ``_check_step`` returns.
 
-        Gradients that wait for declared backwards are sent first.
-
-        Raises:
-            RankError: not all ranks call it, one has failed, or they have other gradients or rates.
+        Gradients that wait for declared backwards are sent first. Raises RankError if not all ranks call it, one has
+        failed, or they have other gradients or rates.
         """
         self.group.step = number
         with self.group.announcing():
@@ -150,11 +140,7 @@ class RankCalls(StepMessages):
     def ending(self, call: Call, number: int) -> Iterator[set[int]]:
         """Apply all update windows inside of the block, in ``flush`` or ``close``; ranks exchange the slices behind it.
 
-        Yields:
-            Parameters whose weights were written on any rank.
-
-        Raises:
-            RankError: not all ranks call it, or one has failed.
+        Yields the parameters whose weights were written on any rank. Raises RankError if not all ranks call it.
         """
         with self.group.announcing():
             written = self._follow_writes(self.group.exchange(call, self._notice_writes(number)))
@@ -239,10 +225,9 @@ class ShardCalls(StepMessages):
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
-        """Run an optimizer step inside of the block, with what rank 0 has measured: see ``_check_step``.
+        """Run an optimizer step inside of the block, with what ``_check_step`` returns.
 
-        Raises:
-            RankError: not all ranks call it, one has failed, or they have other gradients or rates.
+        Raises RankError if not all ranks call it, one has failed, or they have other gradients or rates.
         """
         self.group.step = number
         with self.group.announcing():
@@ -252,11 +237,7 @@ class ShardCalls(StepMessages):
 
     @contextmanager
     def ending(self, call: Call) -> Iterator[None]:
-        """Apply all update windows inside of the block, in ``flush`` or ``close``: all ranks do, or none.
-
-        Raises:
-            RankError: not all ranks call it, or one has failed.
-        """
+        """Apply all update windows inside of the block, in ``flush`` or ``close``: all ranks do, or RankError."""
         with self.group.announcing():
             self.group.exchange(call)
             yield
@@ -264,8 +245,7 @@ class ShardCalls(StepMessages):
     def sum_norms(self, params: Sequence[OffloadedParam]) -> None:
         """Add up the squared norms of slices over the ranks that have a part of each, by which these are selected.
 
-        Args:
-            params: that have a gradient; the same ones on all ranks.
+        All ranks give the same ``params``, which have a gradient.
         """
         divided = [each for each in params if (shard := each.plan.shard) is not None and not shard.divides_slices]
         divided = [each for each in divided if each.plan.selects]
@@ -283,9 +263,6 @@ class ShardCalls(StepMessages):
         Args:
             parts: f32[], the norm of the parts that this rank has of sharded parameters' gradients.
             whole: f32[], that of parameters which are whole on each rank: it counts one time. None without any.
-
-        Raises:
-            RankError: ranks have other gradients of these, or one has failed.
         """
         squares = self.group.all_reduce(parts.square()).wait("the norm of the gradients")
         if whole is not None:

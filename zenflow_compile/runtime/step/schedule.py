@@ -155,8 +155,7 @@ class Schedule:
     def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: Number) -> bool:
         """Whether the parameter's update window is flushed after step ``step`` (from 0).
 
-        Args:
-            present: the parameter has a gradient in this step, with ``unscale``, one over its loss scale.
+        The parameter may have a gradient in it (``present``), with ``unscale``, one over its loss scale.
         """
         self._take_values()
         if self.warming_up(step):
@@ -250,7 +249,7 @@ class Schedule:
         return self._windows.setdefault(index, AdaptiveWindow())
 
     def state(self, index: int) -> list[float | None]:
-        """Return the values that decide about parameter ``index``, in the order of ``checkpoint/format.SCHEDULE``.
+        """The values that decide about parameter ``index``, in the order of ``checkpoint/format.SCHEDULE``.
 
         Call it between steps.
         """
