@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sized
 from typing import NoReturn
 
 import torch
@@ -32,34 +32,6 @@ def refuse_sparse(name: str) -> NoReturn:
     raise TypeError(
         f"{name} has a sparse gradient; use dense ones (Embedding(sparse=False)), "
         "or leave the parameter out of this optimizer"
-    )
-
-
-def refuse_untrained(name: str, dtype: torch.dtype) -> NoReturn:
-    raise TypeError(
-        f"{name} has a gradient, and its dtype {dtype} cannot be optimized; set requires_grad=False again, or train "
-        "weights of another dtype and cast them in the forward"
-    )
-
-
-def refuse_other_dtype(name: str, found: torch.dtype, expected: torch.dtype) -> NoReturn:
-    raise TypeError(
-        f"{name} or its gradient is {found} now, and was {expected} when its optimizer was made; change the model's "
-        "dtype first, then create the optimizer and compile the model"
-    )
-
-
-def refuse_other_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> NoReturn:
-    raise RuntimeError(
-        f"the gradient of {name} has the shape {list(found)}, and its parameter had {list(expected)} when its "
-        "optimizer was made; change the model first, then create the optimizer and compile the model"
-    )
-
-
-def refuse_forked(name: str) -> NoReturn:
-    raise RuntimeError(
-        f"cannot read the gradient of {name} in a forked process, which does not have the host memory of offloaded "
-        "gradients; read it before the fork, or pass a clone()"
     )
 
 

@@ -537,9 +537,9 @@ class OptimizerRuntime:
                 with suppress(Exception):  # threads and files must not stay for an error that has passed
                     part()
         ops.unregister_engine(self.id)
-        if self.ranks is not None:
+        if self.ranks is not None and not self.ranks.group.failed:  # the gather may wait for a failed rank forever
             with suppress(Exception):  # of a device that has died: the groups are given back all the same
-                self.ranks.release_stream()
+                self.ranks.weight_gather.close()
         if self._claim is not None:
             if (calls := self.calls) is not None:
                 calls.group.close()
@@ -567,20 +567,17 @@ class OptimizerRuntime:
                     with self.ranks.ending(Call.CLOSE, self.step) as written:
                         self.uploads.finish(self.step, flush=True, written=written)
                 else:
-                    self._drop_windows()
+                    # The other ranks would not see the updates in flight, and have other weights than this one.
+                    self.uploads.abandon()
+                    for offloaded in self.offloaded.values():
+                        with suppress(Exception):  # of a failed job
+                            offloaded.host.wait()
                 self.streamed.wait()
             # Not on an interrupt: the next ``close`` has to finish the work.
             except Exception:
                 self._finished = True
                 raise
             self._finished = True
-
-    def _drop_windows(self) -> None:
-        """Drop the updates in flight: the other ranks would not see them, and have other weights than this one."""
-        self.uploads.abandon()
-        for offloaded in self.offloaded.values():
-            with suppress(Exception):  # of a failed job
-                offloaded.host.wait()
 
     def _release_gradients(self) -> None:
         # Of several ranks, each closes its engine when it comes to that, and none may wait for the others' values.

@@ -84,7 +84,8 @@ class Recorder:
         try:
             yield
         finally:
-            self._add(kind, begin, time.perf_counter_ns() if on_host else self.now(), param)
+            end = time.perf_counter_ns() if on_host else self.now()
+            self._add(self._lane, kind, begin, end, step=self.step, param=param)
 
     def begin_phase(self, kind: str) -> None:
         """Begin the phase ``kind`` ("forward", "backward", "update") of the training thread; ends another one."""
@@ -97,7 +98,7 @@ class Recorder:
         """End the phase, if there is one."""
         if self._phase is not None:
             (kind, begin), self._phase = self._phase, None
-            self._add(kind, begin, self.now(), "")
+            self._add(self._lane, kind, begin, self.now(), step=self.step)
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -143,11 +144,7 @@ class Recorder:
         """Record the time from the final gradient of ``step`` (``final``) to the read of the weight, which is now."""
         if self.timeline is None or final is None or self._lane != COMPUTE:  # no read of the weight
             return
-        now = self.now()
-        if isinstance(final, int) and isinstance(now, int):
-            self.timeline.add(SLACK, "slack", final, now, step=step, param=param)
-        elif self._clock is not None and not isinstance(final, int) and not isinstance(now, int):
-            self.timeline.add_device(self._clock, SLACK, "slack", final, now, step=step, param=param)
+        self._add(SLACK, "slack", final, self.now(), step=step, param=param)
 
     def moved_state(self, size: int, begin_ns: int, *, param: str) -> None:
         """Record that the training thread moved ``size`` bytes of state each way for a re-selection.
@@ -164,10 +161,10 @@ class Recorder:
         """This moment of the training thread, or of its stream where the device has streams."""
         return time.perf_counter_ns() if self._clock is None else self._clock.now()
 
-    def _add(self, kind: str, begin: Moment, end: Moment, param: str) -> None:
+    def _add(self, lane: str, kind: str, begin: Moment, end: Moment, *, step: int, param: str = "") -> None:
         if self.timeline is None:
             return
         if isinstance(begin, int) and isinstance(end, int):
-            self.timeline.add(self._lane, kind, begin, end, step=self.step, param=param)
+            self.timeline.add(lane, kind, begin, end, step=step, param=param)
         elif self._clock is not None and not isinstance(begin, int) and not isinstance(end, int):
-            self.timeline.add_device(self._clock, self._lane, kind, begin, end, step=self.step, param=param)
+            self.timeline.add_device(self._clock, lane, kind, begin, end, step=step, param=param)

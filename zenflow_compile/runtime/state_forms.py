@@ -199,21 +199,18 @@ class StateRows:
 
 
 def _random_bits(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
-    of_sq = _bits(exp_avg_sq)
-    return _mixed((_bits(exp_avg) + (of_sq << 16 | of_sq >> 16) + step * 0x9E3779B9) & _WORD)
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int32).long() & _WORD
-
-
-def _mixed(bits: Tensor) -> Tensor:
     """The hash "lowbias32" of C. Wellons, Prospecting for Hash Functions (2018)."""
+    of_sq = _bits(exp_avg_sq)
+    bits = (_bits(exp_avg) + (of_sq << 16 | of_sq >> 16) + step * 0x9E3779B9) & _WORD
     bits = bits ^ (bits >> 16)
     bits = (bits * 0x7FEB352D) & _WORD
     bits = bits ^ (bits >> 15)
     bits = (bits * 0x846CA68B) & _WORD
     return bits ^ (bits >> 16)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32).long() & _WORD
 
 
 # Split masters.

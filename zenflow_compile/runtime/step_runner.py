@@ -232,7 +232,9 @@ class StepRunner(OptimizerRuntime):
         """Update resident parameters, apply updates that must not wait, and advance to the next step."""
         self.registry.device_updated.update()
         if self.ranks is not None:
-            self.ranks.gather_streamed([index for index, each in self.streamed.params.items() if each.has_gradient])
+            streamed = self.streamed.params.values()
+            divided = [each for each in streamed if each.has_gradient and each.plan.flat is not None]
+            self.ranks.weight_gather.gather_flat(divided)
         updated = [each for each in self.offloaded.values() if each.record is not None] if self.ranks else []
         self.step += 1
         self._updating = False

@@ -73,7 +73,10 @@ class DeviceUpdated:
             if (grad := param.grad) is not None:
                 present = True
                 if not plans[index].trained:
-                    errors.refuse_untrained(plans[index].name, plans[index].dtype)
+                    raise TypeError(
+                        f"{plans[index].name} has a gradient, and its dtype {plans[index].dtype} cannot be optimized; "
+                        "set requires_grad=False again, or train weights of another dtype and cast them in the forward"
+                    )
                 if grad.is_sparse:
                     errors.refuse_sparse_grad(param, plans[index].name)
         return present

@@ -232,9 +232,16 @@ class IncomingGradient(ShownGradient):
         if grad.is_sparse:
             errors.refuse_sparse(self.plan.name)
         if grad.dtype != self.plan.dtype:
-            errors.refuse_other_dtype(self.plan.name, grad.dtype, self.plan.dtype)
+            raise TypeError(
+                f"{self.plan.name} or its gradient is {grad.dtype} now, and was {self.plan.dtype} when its optimizer "
+                "was made; change the model's dtype first, then create the optimizer and compile the model"
+            )
         if grad.shape != self._like.shape:  # the kernels would read past its end: [Note: unchecked blocks]
-            errors.refuse_other_shape(self.plan.name, grad.shape, self._like.shape)
+            raise RuntimeError(
+                f"the gradient of {self.plan.name} has the shape {list(grad.shape)}, and its parameter had "
+                f"{list(self._like.shape)} when its optimizer was made; change the model first, then create the "
+                "optimizer and compile the model"
+            )
         matrix = grad.detach() if grad.requires_grad else grad
         if matrix.dim() != 2:
             matrix = matrix.reshape(matrix.shape[0], -1)
@@ -418,7 +425,10 @@ class IncomingGradient(ShownGradient):
             RuntimeError: this is a forked process, which does not have the host memory of the gradient.
         """
         if os.getpid() != self._gradients.process:
-            errors.refuse_forked(self.plan.name)
+            raise RuntimeError(
+                f"cannot read the gradient of {self.plan.name} in a forked process, which does not have the host "
+                "memory of offloaded gradients; read it before the fork, or pass a clone()"
+            )
         if record is not self.record:
             record.refuse("read")
         if (order := self.transport.order) is not None:

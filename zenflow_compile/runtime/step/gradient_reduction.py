@@ -351,14 +351,10 @@ class GradientReduction:
         if not found:
             return
         zero = torch.zeros((), device=self._device)
-        shares = [each.plan.share for each, _ in found]
-        squares = torch.stack(
-            [
-                each.squared_norms.sum() if share and share.first_holder else zero
-                for (each, _), share in zip(found, shares, strict=True)
-            ]
-        )
-        norms = self._group.all_reduce(squares).wait("the norms of the gradients").sqrt_()
+        squares = [
+            each.squared_norms.sum() if (share := each.plan.share) and share.first_holder else zero for each, _ in found
+        ]
+        norms = self._group.all_reduce(torch.stack(squares)).wait("the norms of the gradients").sqrt_()
         for (_, record), norm in zip(found, norms.unbind(), strict=True):
             record.norm, record.spare = norm, None
 

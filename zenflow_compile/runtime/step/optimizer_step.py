@@ -71,19 +71,8 @@ def update_slices(members: Sequence[Member]) -> None:
         else:
             # The masters have the weight of these slices: what is cast goes where the gradient was.
             matrix, dim, selection = device.gradient, 0, None
-        together.setdefault((coefficients, eps), []).append(
-            SliceState(
-                matrix,
-                dim,
-                selection,
-                device.gradient,
-                device.master,
-                device.exp_avg,
-                device.exp_avg_sq,
-                device.steps,
-                device.form,
-            )
-        )
+        state = device.gradient, device.master, device.exp_avg, device.exp_avg_sq, device.steps, device.form
+        together.setdefault((coefficients, eps), []).append(SliceState(matrix, dim, selection, *state))
     for (coefficients, eps), states in together.items():
         column_ops.adam_columns_(states, coefficients, eps=eps)
     # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.

@@ -196,19 +196,9 @@ class RankCalls(StepMessages):
         changed.sort(key=lambda each: self.reduction.first_use(each.offloaded.plan.index))
         self.weight_gather.gather(changed, apply)
 
-    def gather_streamed(self, indices: Sequence[int]) -> None:
-        """Bring streamed parameters that were updated to all ranks, which have updated the same ones."""
-        streamed = self._registry.streamed.params
-        self.weight_gather.gather_flat([streamed[index] for index in indices if streamed[index].plan.flat is not None])
-
     def list_memory(self, found: MemoryList) -> None:
         self.reduction.list_memory(found)
         self.weight_gather.list_memory(found)
-
-    def release_stream(self) -> None:
-        """Give the gather stream back, unless a rank failed: it may wait for that rank forever. Idempotent."""
-        if not self.group.failed:
-            self.weight_gather.close()
 
     def forget(self) -> None:
         """Forget gradients and selections that were sent: a state is about to be loaded."""
