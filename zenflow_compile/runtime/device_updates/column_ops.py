@@ -175,19 +175,7 @@ def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, e
         cut = PaddedTail.of([tensor.view(-1) for tensor in tensors])
         parts += [(*cut.vectors, count), (*cut.padded, count)]
         cuts.append(cut)
-    masters, exp_avgs, exp_avg_sqs, gradients, steps = (list(each) for each in zip(*parts, strict=True))
-    torch_private.fused_adamw_multi_(
-        masters,
-        gradients,
-        exp_avgs,
-        exp_avg_sqs,
-        steps,
-        lr=coefficients.lr,
-        beta1=coefficients.beta1,
-        beta2=coefficients.beta2,
-        weight_decay=coefficients.weight_decay,
-        eps=eps,
-    )
+    fused_adamw_(parts, coefficients, eps)
     for cut in cuts:
         cut.put_back(3)
     for each, of_it in zip(batch, moments, strict=True):
@@ -195,6 +183,13 @@ def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, e
             exp_avg, exp_avg_sq = each.form.compress(*of_it, step=each.step)
             each.exp_avg.copy_(exp_avg)
             each.exp_avg_sq.copy_(exp_avg_sq)
+
+
+def fused_adamw_(parts: Sequence[tuple[Tensor, ...]], coefficients: StepCoefficients, eps: float) -> None:
+    """Do one AdamW step, without the gradients' scale, on weights, first and second moments, gradients and steps."""
+    weights, exp_avgs, exp_avg_sqs, grads, steps = (list(each) for each in zip(*parts, strict=True))
+    tensors, (lr, beta1, beta2, weight_decay, _) = (weights, grads, exp_avgs, exp_avg_sqs, steps), coefficients
+    torch_private.fused_adamw_multi_(*tensors, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
 
 
 @torch.no_grad()

@@ -12,11 +12,10 @@ from torch.nn import Parameter
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.device_updates.column_ops import adam_columns_, bounded_batches
+from zenflow_compile.runtime.device_updates.column_ops import adam_columns_, bounded_batches, fused_adamw_
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
-from zenflow_compile.torch_internals import torch_private
 
 # Elements of cast or scaled gradients that exist at a time, unless one parameter has more: 256 MiB.
 _SCRATCH_ELEMENTS = 1 << 26
@@ -212,18 +211,8 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float)
     torch._foreach_add_([state.step for state in states], 1.0)
     fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
     if fused:
-        torch_private.fused_adamw_multi_(
-            [weights[i] for i in fused],
-            [grads[i] for i in fused],
-            [states[i].exp_avg for i in fused],
-            [states[i].exp_avg_sq for i in fused],
-            [states[i].step for i in fused],
-            lr=coefficients.lr,
-            beta1=coefficients.beta1,
-            beta2=coefficients.beta2,
-            weight_decay=coefficients.weight_decay,
-            eps=eps,
-        )
+        parts = [(weights[i], states[i].exp_avg, states[i].exp_avg_sq, grads[i], states[i].step) for i in fused]
+        fused_adamw_(parts, coefficients, eps)
     for i in sorted(set(range(len(batch))) - set(fused)):
         # The fused kernel runs over memory, not over elements: it cannot update a view with holes or overlaps.
         state, plain = states[i], coefficients._replace(grad_scale=1.0)
