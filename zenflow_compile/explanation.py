@@ -75,7 +75,6 @@ class GraphRecord:
 
 
 def rewrite_and_record(gm: GraphModule, ctx: PassContext, compile_id: str) -> GraphRecord:
-    """Run the pipeline over ``gm`` and return what ``explain`` prints of it."""
     return GraphRecord(ctx.phase, compile_id, run_pipeline(gm, ctx), graph_lines(gm, ctx))
 
 
@@ -100,7 +99,6 @@ def reasons(node: Node, ctx: PassContext) -> tuple[str, ...]:
 
 
 def parts(op: Any, param: ParamPlan, ctx: PassContext) -> list[str]:
-    """What ``op`` does for ``param``, in order."""
     values = {
         "slices": param.slices,
         "whole": param.whole.slices,
@@ -273,7 +271,6 @@ def megabytes(count: int) -> str:
 
 
 def render_graph(record: GraphRecord, full: bool) -> RenderableType:
-    """The inserted nodes with their reasons, and the nodes next to them."""
     title = f"{record.phase} graph"
     if record.phase is Phase.STEP:
         title += " (no graph runs: what step(), or the end of a backward, does for parameters not updated above)"
@@ -305,6 +302,5 @@ def render_graph(record: GraphRecord, full: bool) -> RenderableType:
 
 
 def shorten(text: str) -> str:
-    """Cut the text so that it fits into one line with the margin."""
     text, longest = printable(text), WIDTH - 5
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

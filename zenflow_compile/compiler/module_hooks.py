@@ -29,7 +29,6 @@ BACKEND = "zenflow"
 
 
 def live_engine(engine_id: int | None) -> Engine | None:
-    """The engine, or None if it was closed or collected."""
     return None if engine_id is None else cast("Engine | None", ops.find_engine(engine_id))
 
 

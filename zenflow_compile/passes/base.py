@@ -116,7 +116,6 @@ def token(graph: Graph, engine_id: int) -> Node:
 
 
 def written_inputs(graph: Graph) -> set[Node]:
-    """The inputs that our nodes write to."""
     targets = (ops.FETCH_PARAMETERS_, ops.UPDATE_PARAMETERS, ops.LOAD_WEIGHT_, ops.UNLOAD_WEIGHT_)
     nodes = (node for op in targets for node in graph.find_nodes(op="call_function", target=op))
     return {each for node in nodes for each in node.args[0] if isinstance(each, Node)}

@@ -367,7 +367,6 @@ class Engine(StepRunner):
         self.weights.unload(p)
 
     def inference(self) -> AbstractContextManager[None]:
-        """The context in which a forward graph without gradients runs."""
         return self.recorder.inference()
 
 

@@ -176,7 +176,6 @@ class OptimizerRuntime:
 
     @property
     def finalizes_in_backward(self) -> bool:
-        """Whether updates may sit in the backward graph."""
         return self.in_backward and self.options.max_grad_norm is None and self.ranks is None
 
     @property
@@ -197,7 +196,6 @@ class OptimizerRuntime:
     # Models, and readers of weights outside of compiled graphs.
 
     def remember_models(self, models: Sequence[nn.Module]) -> None:
-        """Note where these compiled models hold parameters."""
         self.used = True
         self.holders.remember(models, {id(param): index for index, param in enumerate(self.registry.given)})
 
@@ -359,7 +357,6 @@ class OptimizerRuntime:
             offloaded.weights.accept()  # it may have other memory now
 
     def declare_loads(self, graph: int, loads: GraphLoads) -> None:
-        """Note the loads of a compiled graph, in their order."""
         self.weights.declare(graph, loads)
 
     def hold_weights(self, params: Iterable[Tensor] | None = None, *, to_write: bool = False) -> None:

@@ -95,7 +95,6 @@ class Recorder:
         self._phase = (kind, self.now())
 
     def end_phase(self) -> None:
-        """End the phase, if there is one."""
         if self._phase is not None:
             (kind, begin), self._phase = self._phase, None
             self._add(self._lane, kind, begin, self.now(), step=self.step)

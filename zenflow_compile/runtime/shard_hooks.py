@@ -60,5 +60,4 @@ def _before_load(engine_id: int, module: nn.Module, *loading: Any) -> None:
 
 
 def _find(engine_id: int) -> ServesShards | None:
-    """The engine, or None if it was closed or collected."""
     return cast("ServesShards | None", ops.find_engine(engine_id))

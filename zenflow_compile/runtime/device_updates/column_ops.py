@@ -266,7 +266,6 @@ def reference_split_columns(
 
 
 def reference_merge_columns(matrix: Tensor, dim: int, slices: Tensor, values: Tensor) -> None:
-    """:func:`merge_columns` in PyTorch."""
     if not values.numel():
         return
     index = slices.long()

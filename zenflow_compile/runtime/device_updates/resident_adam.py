@@ -190,7 +190,6 @@ def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients, eps:
 
 
 def _update_whole(updates: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
-    """Update parameters with moments of their own shape and memory layout."""
 
     def scratch_elements(update: Update) -> int:
         param, grad, _ = update

@@ -190,7 +190,6 @@ class StreamedAdam:
         self.buffers, self.free = buffers, deque(buffers)
 
     def add(self, subgroups: Sequence[StreamedGroup]) -> None:
-        """Update ``subgroups`` from here on."""
         self.subgroups += subgroups
         self._expected = list(self.subgroups)
         self.params.update({each.plan.index: each for subgroup in subgroups for each in subgroup.params})
@@ -342,7 +341,6 @@ def arena_bytes(plans: Sequence[ParamPlan]) -> int:
 
 
 def _elements(plans: Sequence[ParamPlan]) -> int:
-    """fp32 elements for the state of a subgroup."""
     return sum(_aligned_elements(tensor) for plan in plans for tensor in _state_tensors(plan))
 
 

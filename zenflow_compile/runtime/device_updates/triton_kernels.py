@@ -395,7 +395,6 @@ def column_norms(matrix: Tensor, dim: int) -> Tensor:
 
 
 def _norms(matrix: Tensor, dim: int, position: Tensor, k: int, selected_out: Tensor, deferred_out: Tensor) -> Tensor:
-    """Launch the split. Returns the norms."""
     matrix, dim = row_major(matrix, dim)
     slices, length = matrix.shape[dim], matrix.shape[1 - dim]
     block_slices, tiles = _split_shape(slices, length, matrix.element_size())
@@ -440,12 +439,10 @@ def _split_shape(slices: int, length: int, element_size: int) -> tuple[int, int]
 def unsplit_columns(
     matrix_out: Tensor, dim: int, selection: Selection, selected_in: Tensor, deferred_in: Tensor
 ) -> None:
-    """See ``column_ops.unsplit_columns``."""
     _place_slices(matrix_out, dim, selection, selected_in, deferred_in)
 
 
 def merge_columns(matrix: Tensor, dim: int, selection: Selection, values: Tensor) -> None:
-    """See ``column_ops.merge_columns``."""
     if values.numel():
         _place_slices(matrix, dim, selection, None, values)
 

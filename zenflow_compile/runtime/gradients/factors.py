@@ -74,7 +74,6 @@ class Factors:
         return product
 
     def forget(self) -> None:
-        """Drop the last product, and copies that have ended."""
         self._last = None
         self._copies = [each for each in self._copies if not each.done()]
 

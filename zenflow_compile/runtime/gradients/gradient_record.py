@@ -244,7 +244,6 @@ class GradientRecord:
             self.clip = factors.times(self.clip, by, divide=divide)
 
     def zero(self) -> None:
-        """Set all values to zero."""
         if self.state is GradientState.IN_BACKWARD:
             return
         if self.state is GradientState.DENSE:

@@ -277,7 +277,6 @@ def _scale(args: Sequence[Any], kwargs: dict[str, Any], *, divide: bool) -> Any:
 
 
 def _scale_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, divide: bool) -> Any:
-    """Scale many gradients by one element, or each by its own number."""
     gradients, by = args
     each_by = list(by) if isinstance(by, (list, tuple)) else [by] * len(gradients)
     if kwargs or len(each_by) != len(gradients) or not all(_scales(value) for value in each_by):
@@ -465,7 +464,6 @@ class ShownGradient(GradientSource, ABC):
         return record is self.look() or self._zeroed(grad)
 
     def _zeroed(self, grad: Tensor) -> bool:
-        """Whether ``grad`` is a gradient of this parameter that was zeroed."""
         if not isinstance(grad, OffloadedGradient):
             return False
         return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)

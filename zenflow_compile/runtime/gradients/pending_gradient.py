@@ -55,7 +55,6 @@ class PendingGradient:
 
     @property
     def busy(self) -> bool:
-        """Whether ``new_gradient`` would wait."""
         return self._sent is not None and not self._sent[1].done()
 
     def new_gradient(self) -> Tensor:

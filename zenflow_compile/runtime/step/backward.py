@@ -39,7 +39,6 @@ class BackwardPass:
         self._thread = threading.get_ident()
 
     def enter_thread(self) -> None:
-        """Note the thread of a backward that begins."""
         thread = threading.get_ident()
         self.concurrent = self.task is not None and thread != self._thread
         self._thread = thread
@@ -71,7 +70,6 @@ class StaleGradients:
         self._in_grad.clear()
 
     def updated(self) -> list[str]:
-        """The names of the parameters that were updated in a failed backward."""
         offloaded = self._registry.offloaded.values()
         return [each.plan.name for each in offloaded if each.state is GradientState.CONSUMED]
 

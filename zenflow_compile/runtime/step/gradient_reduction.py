@@ -103,7 +103,6 @@ class Bucket:
                 member.receive_share(share.to(plan.dtype))
 
     def reset(self) -> None:
-        """Begin a round of sums: forget all contributions."""
         self._packed = self.pending = None
         self.sent = False
         self.arrived.clear()

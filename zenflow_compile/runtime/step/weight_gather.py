@@ -50,7 +50,6 @@ class Changed(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that each rank sends."""
         plan = self.offloaded.plan
         return self.most_slices * plan.length * plan.dtype.itemsize
 
@@ -161,7 +160,6 @@ class WeightGather:
             yield
 
     def _write(self, piece: list[tuple[Changed, int]], pending: Pending) -> None:
-        """Write the slices of the other ranks into the weights."""
         members = [each.offloaded for (each, _) in piece]
         rows = pending.wait(f"the weights of {members[0].plan.name}, ...")
         for (offloaded, whole), offset in piece:
@@ -186,7 +184,6 @@ class WeightGather:
                 each.arriving = event
 
     def _send_selections(self, params: Sequence[OffloadedParam]) -> None:
-        """Tell all ranks which slices this one has selected, where that has changed."""
         new = [each for each in params if each.plan.whole.k and self._is_new(each)]
         if not new:
             return
