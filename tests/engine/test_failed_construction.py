@@ -163,7 +163,7 @@ def test_missing_thread_raises_at_the_first_use(files: bool, monkeypatch: pytest
         with pytest.raises(RuntimeError, match=r"new thread\): raise the limit on processes \(ulimit -u\)"):
             _ = training.optimizer.engine
     with monkeypatch.context() as patch:
-        patch.setattr(workers.Workers, "_open", lambda pool: refuse_threads(RuntimeError("EAGAIN")))
+        patch.setattr(workers.Workers, "start", lambda pool: refuse_threads(RuntimeError("EAGAIN")))
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"\(EAGAIN\): raise the limit on processes \(ulimit -u\)"):
                 training.step(0)

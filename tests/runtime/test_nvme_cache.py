@@ -592,7 +592,7 @@ def test_cache_smaller_than_a_chunk_is_refused() -> None:
 
 def test_refused_threads_raise_and_give_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Workers, "_open", lambda _: refuse_threads(RuntimeError("EAGAIN")))
+        patch.setattr(Workers, "start", lambda _: refuse_threads(RuntimeError("EAGAIN")))
         with pytest.raises(RuntimeError, match="thread"):
             files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
     files.stores = []

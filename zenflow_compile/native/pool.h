@@ -337,7 +337,7 @@ class Pool {
     return a.step != b.step ? a.step < b.step : a.deadline < b.deadline;
   }
 
-  // As preferred_worker in runtime/parameters/host_state.py: adjacent tasks for one worker.
+  // As HostState.touch in runtime/parameters/host_state.py: adjacent tasks for one worker.
   std::vector<Range> shares(const Job& job) const {
     std::vector<Range> shares(workers_);
     for (int64_t worker = 0; worker < workers_; ++worker) {

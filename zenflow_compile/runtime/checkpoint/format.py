@@ -36,11 +36,8 @@ _NAMES: dict[str, tuple[Any, ...]] = {
     "policy": ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity"),
     "offload_device": OFFLOAD_DEVICES,
     "placement": (
-        Placement.DEVICE,
-        Placement.HOST,
-        Placement.HOST_STREAMED,
-        Placement.FILE,
-        Placement.SPLIT_COLUMNS,
+        *(Placement.DEVICE, Placement.HOST, Placement.HOST_STREAMED),
+        *(Placement.FILE, Placement.SPLIT_COLUMNS),
     ),
     "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "summed": (False, True),
@@ -51,8 +48,6 @@ NONE = -1
 
 
 class Field(NamedTuple):
-    """Shape and dtype of an entry."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -68,11 +63,7 @@ def window_places(plan: ParamPlan) -> int:
 
 
 def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
-    """The entries of one parameter.
-
-    Args:
-        adaptive: gradient values decide when update windows are flushed.
-    """
+    """The entries of one parameter. ``adaptive``: gradient values decide when update windows are flushed."""
     count, shape, per_slice = Field((), torch.int64), plan.shape, (plan.slices, 1)
     dense = Field(shape, state_dtype(plan))
     fields = {"step": Field((), torch.float32), "exp_avg": dense, "exp_avg_sq": dense}
@@ -137,8 +128,7 @@ def in_slices(plan: ParamPlan, tensor: Tensor) -> Tensor:
 def in_shape(plan: ParamPlan, parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
     """A new tensor of the parameter's shape on the host, zero in slices of no part.
 
-    Args:
-        parts: indices i[n] of slices, and their values [n, length].
+    Each of ``parts`` has indices i[n] of slices, and their values [n, length].
     """
     slices = torch.zeros((plan.slices, plan.length), dtype=dtype)
     for indices, values in parts:

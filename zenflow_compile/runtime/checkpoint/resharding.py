@@ -9,7 +9,7 @@ done it before the state was saved.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,26 +24,14 @@ _OF_WINDOW = SCHEDULE.index("leaving")
 """As many numbers of the entry ``schedule`` belong to the update window, the others to the selection."""
 
 
-class Resharded(NamedTuple):
-    """The entries of a parameter on this number of ranks.
+def reshard(
+    plan: ParamPlan, entry: Mapping[str, Any], weight: Tensor, eps: float
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Fit the entries of a parameter, or of this rank's part of it, whose weight is ``weight``, to ``plan``.
 
-    Attributes:
-        entry: with an empty update window, and a mask of the plan's number of slices.
-        weight: the weight that the flushed update window leaves, of the parameter's shape and dtype, if it held
-            anything.
-    """
-
-    entry: dict[str, Any]
-    weight: Tensor | None
-
-
-def reshard(plan: ParamPlan, entry: Mapping[str, Any], weight: Tensor, eps: float) -> Resharded:
-    """Fit the entries of a parameter, or of this rank's part of it, to ``plan``.
-
-    Args:
-        plan: of what ``entry`` holds.
-        weight: the parameter, or this rank's part of it.
-        eps: of Adam.
+    Returns:
+        The entries, with an empty update window and a mask of the plan's number of slices, and the weight that the
+        flushed window leaves, of the parameter's shape and dtype; None if it held nothing.
 
     Raises:
         ValueError: the update window is not empty, and ``weight`` is not the one that belongs to it.
@@ -60,8 +48,12 @@ def reshard(plan: ParamPlan, entry: Mapping[str, Any], weight: Tensor, eps: floa
             )
         found |= _flushed(plan, entry, eps)
         new_weight = found["master"].to(plan.dtype)
-    found["mask"] = _fitted_mask(plan, entry)
-    return Resharded(found, new_weight)
+    # As many slices as ``plan`` has memory for: those that were selected come first, and then scores decide.
+    score = entry["score"].flatten().cpu()
+    places = torch.argsort(torch.argsort(score, stable=True)) + entry["mask"].flatten().cpu() * len(score)
+    found["mask"] = torch.zeros((plan.slices, 1), dtype=torch.bool)
+    found["mask"][selection.best_slices(places.float(), plan.k, plan.groups).long()] = True
+    return found, new_weight
 
 
 def _shown_weight(plan: ParamPlan, entry: Mapping[str, Any]) -> Tensor:
@@ -122,13 +114,3 @@ def _waiting(
             gradient = gradient.float() * entry[f"scale{place}"].cpu()[deferred]
         gradients.append(gradient)
     return gradients, coefficients
-
-
-def _fitted_mask(plan: ParamPlan, entry: Mapping[str, Any]) -> Tensor:
-    """Select as many slices as ``plan`` has memory for: those that were selected come first, and then scores decide."""
-    score = entry["score"].flatten().cpu()
-    places = torch.argsort(torch.argsort(score, stable=True)) + entry["mask"].flatten().cpu() * len(score)
-    chosen = selection.best_slices(places.float(), plan.k, plan.groups)
-    mask = torch.zeros((plan.slices, 1), dtype=torch.bool)
-    mask[chosen.long()] = True
-    return mask

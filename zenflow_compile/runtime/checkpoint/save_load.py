@@ -31,7 +31,7 @@ from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.runtime.gradients.pending_gradient import Residual, WindowSum
+from zenflow_compile.runtime.gradients.pending_gradient import WindowSum
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
@@ -107,26 +107,21 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
             nothing has been changed then. After any other error, such as one of memory or disk, the engine has failed.
     """
     with torch.device("cpu"):  # whatever the default device is
-        checked = _checked_by_all(engine, groups, state)
+        # All ranks load it, or none of them does.
+        try:
+            checked = check_state(engine, groups, state)
+        except Exception as error:
+            if engine.calls is not None:
+                engine.calls.agree_on_load(str(error) or type(error).__name__)
+            raise
+        if engine.calls is not None:
+            engine.calls.agree_on_load("")
         try:
             engine.abandon()
             _load(engine, groups, checked)
         except BaseException as error:
             engine.failure = error
             raise
-
-
-def _checked_by_all(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
-    """Check the state on all ranks: they load it all, or none of them does."""
-    try:
-        checked = check_state(engine, groups, state)
-    except Exception as error:
-        if engine.calls is not None:
-            engine.calls.agree_on_load(str(error) or type(error).__name__)
-        raise
-    if engine.calls is not None:
-        engine.calls.agree_on_load("")
-    return checked
 
 
 class ShownStep(NamedTuple):
@@ -213,7 +208,8 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
                 home.detach_from_state()
             full = {**_untrained(offloaded), **(entry or {})}
             if "master" not in full:
-                full["master"] = _weight(offloaded)
+                weights = offloaded.weights
+                full["master"] = weights.values.view(plan.shape) if plan.share is None else weights.matrix
             _load_offloaded(engine, offloaded, full, flushed_at_load=index in checked.weights)
         else:
             engine.registry.device_updated.load(index, _whole_state(engine, index, entry))
@@ -231,11 +227,14 @@ def _or_none(value: float | None) -> float:
 # Parameters that are updated on the device.
 
 
+def _flat_weight(engine: Engine, index: int) -> Tensor:
+    plan, weight = engine.plan.params[index], engine.registry.weight_of(index)
+    return weight if plan.flat is None else plan.flat.view(weight)
+
+
 def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     """The entries of a parameter that is updated on the device; without a gradient yet, zeros and its weight."""
-    plan, param = engine.plan.params[index], engine.registry.weight_of(index)
-    if plan.flat is not None:
-        param = plan.flat.view(param)
+    plan, param = engine.plan.params[index], _flat_weight(engine, index)
     state = engine.registry.device_updated.state(index)
     if state is None:
         dtype = state_dtype(plan)
@@ -259,9 +258,7 @@ def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) ->
         return None
     master = None
     if plan.dtype != state_dtype(plan):
-        weight = engine.registry.weight_of(index)
-        weight = weight if plan.flat is None else plan.flat.view(weight)
-        master = entry["master"] if "master" in entry else weight.to(state_dtype(plan))
+        master = entry["master"] if "master" in entry else _flat_weight(engine, index).to(state_dtype(plan))
     step = torch.tensor(float(entry["step"]), dtype=torch.float32)
     return ResidentState(entry["exp_avg"], entry["exp_avg_sq"], step, master)
 
@@ -294,7 +291,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     found["schedule"] = torch.tensor(schedule, dtype=torch.float64)
     if window_places(plan):
         found.update(_window_entries(offloaded))
-    if (residual := _residual(offloaded)) is not None:
+    if offloaded.pending is not None and (residual := offloaded.pending.residual) is not None:
         found["residual"] = in_shape(plan, [(selection.deferred, read(residual.lost))], residual.lost.dtype)
     if plan.staleness and plan.deferred:
         waiting = [window.visible_at for window in host.flushed]
@@ -339,10 +336,6 @@ def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
     return None if offloaded.pending is None else offloaded.pending.window_sum
 
 
-def _residual(offloaded: OffloadedParam) -> Residual | None:
-    return None if offloaded.pending is None else offloaded.pending.residual
-
-
 # Offloaded parameters: loading.
 
 
@@ -365,19 +358,12 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
     }
 
 
-def _weight(offloaded: OffloadedParam) -> Tensor:
-    """The weight, which is the master of a parameter without one in the state."""
-    plan = offloaded.plan
-    return offloaded.weights.values.view(plan.shape) if plan.share is None else offloaded.weights.matrix
-
-
 def _load_offloaded(
     engine: Engine, offloaded: OffloadedParam, entry: Mapping[str, Any], *, flushed_at_load: bool
 ) -> None:
     """Load ``entry``: all entries of the layout, or only those of ``_untrained``.
 
-    Args:
-        flushed_at_load: its update window was not empty, and was flushed into the weight.
+    ``flushed_at_load``: its update window was not empty, and was flushed into the weight.
     """
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
     selected = torch.nonzero(entry["mask"].cpu().flatten()).flatten()
@@ -401,7 +387,7 @@ def _load_offloaded(
     device.steps = int(entry["step"]) if plan.k else 0
     host.taken = int(entry["step"]) - count if plan.deferred else 0
     _load_window(offloaded, entry, on_host_side, count, engine.step)
-    if (residual := _residual(offloaded)) is not None:
+    if offloaded.pending is not None and (residual := offloaded.pending.residual) is not None:
         residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
     for visible_at, upload in zip(flushed, uploads, strict=True):
         job = Job.ended(step=engine.step, param=plan.name)
@@ -416,12 +402,7 @@ def _load_offloaded(
 def _load_window(
     offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: Tensor, count: int, next_step: int
 ) -> None:
-    """Load the first ``count`` gradients of the update window, or their sum.
-
-    Args:
-        deferred: int64[deferred] on the host, the deferred slices.
-        next_step: number of the next optimizer step.
-    """
+    """Load the first ``count`` gradients [deferred, length] of the update window, or their sum."""
     host, plan, window_sum = offloaded.host, offloaded.plan, _window_sum(offloaded)
     loaded = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
     if window_sum is not None:

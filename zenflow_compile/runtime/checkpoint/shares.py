@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import FlatShare, ParamPlan, Shard
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.checkpoint.format import in_slices
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -28,18 +28,14 @@ SCALE = re.compile(r"scale\d+")
 
 
 def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
-    """Put the entries of all ranks' shares together. All ranks call it, with entries of the same names.
-
-    Args:
-        plan: this rank's share of a parameter.
-        entry: of this share.
-    """
+    """Put the entries of all ranks' shares together; ``plan`` is this rank's. All ranks call it, with equal names."""
     whole = plan.whole
     found = dict(entry)
     for name, own in entry.items():
-        if plan.flat is not None:
+        if (flat := plan.flat) is not None:
             if DENSE.fullmatch(name):
-                found[name] = _gather_flat(plan.flat, own, ranks)
+                rows = _gather_rows(plan, own, flat.most_elements, ranks)
+                found[name] = torch.cat(rows)[: whole.numel].view(whole.shape)
         elif DENSE.fullmatch(name):
             slices = _gather(plan, own, ranks)
             found[name] = (slices if whole.dim == 0 else slices.t()).reshape(whole.shape).contiguous()
@@ -67,27 +63,23 @@ def _gather(plan: ParamPlan, own: Tensor, ranks: RankGroup) -> Tensor:
     """[slices of the whole, ...] from [slices of each share, ...]."""
     share = plan.share
     assert share is not None
-    padded = torch.zeros((share.most_slices, *own.shape[1:]), dtype=own.dtype)
-    padded[: len(own)] = own
-    rows = ranks.gather_on_host(padded, f"the state of {plan.name}")
+    rows = _gather_rows(plan, own, share.most_slices, ranks)
     slices = torch.empty((share.whole.slices, *own.shape[1:]), dtype=own.dtype)
     for part in range(share.parts):
         slices[part :: share.parts] = rows[part][: share.count(share.whole.slices, part)]
     return slices
 
 
-def _gather_flat(flat: FlatShare, own: Tensor, ranks: RankGroup) -> Tensor:
-    """A tensor of the parameter's shape from the elements of each rank."""
-    padded = torch.zeros(flat.most_elements, dtype=own.dtype)
-    padded[: own.numel()] = own
-    rows = ranks.gather_on_host(padded, f"the state of {flat.whole.name}")
-    return torch.cat(rows)[: flat.whole.numel].view(flat.whole.shape)
+def _gather_rows(plan: ParamPlan, own: Tensor, most: int, ranks: RankGroup) -> list[Tensor]:
+    padded = torch.zeros((most, *own.shape[1:]), dtype=own.dtype)
+    padded[: len(own)] = own
+    return ranks.gather_on_host(padded, f"the state of {plan.whole.name}")
 
 
 def sharded_entry(plan: ParamPlan, param: LocalShard, entry: dict[str, Tensor]) -> dict[str, Tensor]:
     """Make DTensors of what this rank has of each entry. Scores and masks of divided slices are whole on each rank."""
-    shard = _shard(plan)
-    found = dict(entry)
+    found, shard = dict(entry), plan.shard
+    assert shard is not None
     for name, own in entry.items():
         if DENSE.fullmatch(name):
             found[name] = torch_private.sharded_along(param.sharded, own, plan.whole.shape, param.by.dim)
@@ -100,8 +92,8 @@ def sharded_entry(plan: ParamPlan, param: LocalShard, entry: dict[str, Tensor]) 
 
 def local_entry(plan: ParamPlan, param: LocalShard, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Take what this rank has out of the entries of a parameter: of DTensors, or of whole tensors."""
-    shard, by = _shard(plan), param.by
-    found = dict(entry)
+    found, shard, by = dict(entry), plan.shard, param.by
+    assert shard is not None
     for name, value in entry.items():
         if not isinstance(value, Tensor):
             continue
@@ -115,8 +107,3 @@ def local_entry(plan: ParamPlan, param: LocalShard, entry: Mapping[str, Any]) ->
             part = by.part(plan.whole.shape[by.dim])
             found[name] = value[part.start * inner : part.stop * inner]
     return found
-
-
-def _shard(plan: ParamPlan) -> Shard:
-    assert plan.shard is not None
-    return plan.shard

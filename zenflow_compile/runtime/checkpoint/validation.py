@@ -135,7 +135,6 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
 
 
 def refuse_format(found: int) -> NoReturn:
-    """Raise ValueError: the state dict was written by another version."""
     raise ValueError(
         f"the state dict has format {found}, this version reads {FORMAT}; go on with the version that wrote it, or "
         "load the weights alone and start with a new optimizer"
@@ -174,7 +173,6 @@ def _check_groups(
 
 
 def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that an own group takes from a saved one."""
     ignored = ("params", "param_names", *_EXECUTION)
     return {
         # full_state_dict=True turns tuples into lists

@@ -20,11 +20,9 @@ class CopyError(RuntimeError):
 
 
 class Gate(NamedTuple):
-    """A word in host memory by which native threads see that a copy is complete.
+    """A word in host memory, at a 32-bit ``address``, by which native threads see that a copy is complete.
 
-    Attributes:
-        address: of 32 bits. They outlive the ticket's copy as long as the ticket does.
-        value, kind: what they must be; see ``Gate`` in native/library.py.
+    It outlives the copy as long as the ticket does. ``value`` and ``kind``: what it must be, see native/library.py.
     """
 
     address: int
@@ -33,11 +31,7 @@ class Gate(NamedTuple):
 
 
 class Ticket(Protocol):
-    """One copy in flight.
-
-    Attributes:
-        error: what made the copy fail; None while it runs and after a success.
-    """
+    """One copy in flight. ``error``: what made it fail; None while it runs and after a success."""
 
     @property
     def error(self) -> BaseException | None: ...
@@ -45,11 +39,9 @@ class Ticket(Protocol):
     @property
     def is_settled(self) -> bool:
         """Whether the copy touches neither of its tensors any more, whether it failed or not."""
-        ...
 
     def done(self) -> bool:
         """Whether the copy is complete."""
-        ...
 
     def wait(self) -> None:
         """Block the calling thread until the copy is complete.
@@ -57,23 +49,18 @@ class Ticket(Protocol):
         Raises:
             CopyError: it failed; chained to the original error.
         """
-        ...
 
     def settle(self) -> None:
         """Block the calling thread until the copy touches neither of its tensors, whether it failed or not."""
-        ...
 
     def wait_on_device(self) -> None:
         """Make the device's current stream wait for the copy (on the CPU: the calling thread)."""
-        ...
 
     def gate(self) -> Gate:
         """What native threads wait for."""
-        ...
 
     def settled_gate(self) -> Gate:
         """What native threads wait for until the copy ``is_settled``."""
-        ...
 
 
 class HostWork(Protocol):
@@ -91,20 +78,13 @@ class HostWork(Protocol):
 
     def done(self) -> bool:
         """Whether the work is done, or has failed."""
-        ...
 
     def wait(self) -> None:
         """Block the calling thread until the work is done; raises if it failed."""
-        ...
 
 
 class Users(NamedTuple):
-    """Work that still uses the memory that a copy writes.
-
-    Attributes:
-        jobs: on the host.
-        copies: of the other lane, submitted before.
-    """
+    """Work that still uses the memory that a copy writes: jobs on the host, and earlier copies of the other lane."""
 
     jobs: list[HostWork]
     copies: list[Ticket]
@@ -116,7 +96,6 @@ class CopyLane(Protocol):
     @property
     def failed(self) -> bool:
         """Whether a copy has failed, as far as its ticket says so."""
-        ...
 
     def start(self) -> None:
         """Start the lane's thread, if it has one. Idempotent: ``submit`` does it, too.
@@ -124,7 +103,6 @@ class CopyLane(Protocol):
         Raises:
             RuntimeError: the system does not start a thread.
         """
-        ...
 
     def submit(
         self,
@@ -146,20 +124,15 @@ class CopyLane(Protocol):
                 waits for it, and fails this copy if that one failed. Not together with ``after``.
             users: of ``target``. The lane waits for them, for jobs as for ``after``.
         """
-        ...
 
     def can_wait_for(self, work: HostWork) -> bool:
         """Whether the lane itself can wait until ``work`` is done, so that no thread has to."""
-        ...
 
     def settle(self) -> None:
         """Block until every submitted copy has ended, whether it failed or not."""
-        ...
 
     def close(self) -> None:
         """Finish all submitted copies, then stop."""
-        ...
 
     def runs(self, thread: threading.Thread) -> bool:
         """Whether ``thread`` belongs to the lane, so that it cannot wait for the lane's work."""
-        ...

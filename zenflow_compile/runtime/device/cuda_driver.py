@@ -1,6 +1,7 @@
 """Calls of the CUDA driver that PyTorch does not offer, through ``cuda-bindings``, which its CUDA builds install.
 
-Where the bindings are missing, :func:`has_bindings` is False, and only :func:`write_by_host` may be called.
+Where the bindings are missing, :func:`has_bindings` is False, and only :func:`write_by_host` may be called. Calls that
+the driver refuses raise ``RuntimeError``.
 """
 
 from __future__ import annotations
@@ -24,23 +25,14 @@ def has_bindings() -> bool:
 
 
 def write_value(stream: int, address: int, value: int) -> None:
-    """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all earlier work in it.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
-    from cuda.bindings import driver
-
+    """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all earlier work in it."""
+    driver = _driver()
     default = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
     _check("cuStreamWriteValue32", driver.cuStreamWriteValue32(stream, address, value, default))
 
 
 def write_by_host(stream: int, address: int, value: int) -> None:
-    """``cuLaunchHostFunc`` of a native function that writes ``value`` to ``address``, after all earlier work.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
+    """``cuLaunchHostFunc`` of a native function that writes ``value`` to ``address``, after all earlier work."""
     error = library().zenflow_write_behind(_launch_host_func(), stream, address, value)
     if error:
         raise RuntimeError(f"cuLaunchHostFunc: error {error}")
@@ -53,13 +45,8 @@ def _launch_host_func() -> ctypes.c_void_p:
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
-    """``cuStreamWaitValue32``: the stream waits until the number at ``address`` reaches ``value``, modulo 2**32.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
-    from cuda.bindings import driver
-
+    """``cuStreamWaitValue32``: the stream waits until the number at ``address`` reaches ``value``, modulo 2**32."""
+    driver = _driver()
     beyond = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
     _check("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, address, value, beyond))
 
@@ -67,14 +54,9 @@ def wait_value(stream: int, address: int, value: int) -> None:
 def create_stream(priority: int) -> int:
     """``cuStreamCreateWithPriority`` in the current context, without implicit waits for the default stream.
 
-    Returns:
-        The handle. The stream lives as long as the process.
-
-    Raises:
-        RuntimeError: the driver refuses.
+    Returns the handle. The stream lives as long as the process.
     """
-    from cuda.bindings import driver
-
+    driver = _driver()
     not_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
     result = driver.cuStreamCreateWithPriority(not_blocking, priority)
     _check("cuStreamCreateWithPriority", result)
@@ -82,13 +64,8 @@ def create_stream(priority: int) -> int:
 
 
 def host_alloc(size_bytes: int) -> int:
-    """``cuMemHostAlloc``: the address of page-locked host memory of exactly this size, for every device.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
-    from cuda.bindings import driver
-
+    """``cuMemHostAlloc``: the address of page-locked host memory of exactly this size, for every device."""
+    driver = _driver()
     result = driver.cuMemHostAlloc(size_bytes, driver.CU_MEMHOSTALLOC_PORTABLE)
     _check("cuMemHostAlloc", result)
     return int(result[1])
@@ -96,9 +73,13 @@ def host_alloc(size_bytes: int) -> int:
 
 def host_free(address: int) -> None:
     """``cuMemFreeHost``. Ignores errors: at interpreter exit the driver may be gone."""
+    _driver().cuMemFreeHost(address)
+
+
+def _driver() -> Any:
     from cuda.bindings import driver
 
-    driver.cuMemFreeHost(address)
+    return driver
 
 
 def _check(call: str, result: Any) -> None:

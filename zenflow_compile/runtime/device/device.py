@@ -26,15 +26,12 @@ class Stream(Protocol):
 
     def wait_stream(self, stream: Any) -> None:
         """Queue a wait for the work that ``stream`` has now."""
-        ...
 
     def wait_event(self, event: Any) -> None:
         """Queue a wait for the work before the last ``record`` of ``event``."""
-        ...
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until the queue is empty; raises if the device has failed."""
-        ...
 
 
 class Streams(ABC):
@@ -55,11 +52,7 @@ class Streams(ABC):
 
     @abstractmethod
     def acquire(self, *, urgent: bool) -> Stream:
-        """Take a stream that no other code uses.
-
-        Args:
-            urgent: of higher priority. Streams of different priority do not share a queue of the hardware.
-        """
+        """Take a stream that no other code uses. An urgent one shares no queue of the hardware with the others."""
 
     @abstractmethod
     def release(self, stream: Stream, *, urgent: bool) -> None:
@@ -234,34 +227,20 @@ class Device(ABC):
         """Block the calling thread until all queued work is done."""
 
     def to_host(self, tensor: Tensor, why: str) -> Tensor:
-        """Copy a tensor of this device to the host, and wait for it. On the CPU it is the tensor itself.
-
-        Args:
-            why: counted in ``blocking``.
-        """
+        """Copy a tensor of this device to the host, and wait for it. On the CPU it is the tensor itself."""
         if self.streams is None:
             return tensor
         self.blocking[why] += 1
         return tensor.cpu()
 
     def wait_for(self, event: DeviceEvent, why: str) -> None:
-        """Block the calling thread, without the GIL, until ``event`` has happened.
-
-        Args:
-            why: counted in ``blocking`` if the event had not happened yet.
-
-        Raises: see :meth:`DeviceEvent.synchronize`.
-        """
+        """Block the calling thread, without the GIL, until ``event`` has happened; raises if the device has failed."""
         if not event.query():
             self.blocking[why] += 1
             event.synchronize()
 
     def from_host(self, tensor: Tensor, why: str) -> Tensor:
-        """Copy a tensor of the host to this device, and wait for it. On the CPU it is the tensor itself.
-
-        Args:
-            why: counted in ``blocking``.
-        """
+        """Copy a tensor of the host to this device, and wait for it. On the CPU it is the tensor itself."""
         if self.streams is None:
             return tensor
         self.blocking[why] += 1

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 
 
+@dataclass(eq=False, slots=True)
 class LateNumber:
     """A number in device memory, on its way to the host. ``float()`` waits for it.
 
@@ -27,16 +29,11 @@ class LateNumber:
             is above 0.
     """
 
-    __slots__ = ("_value", "cells", "copies", "factor", "on_device")
-
-    def __init__(
-        self, on_device: Tensor, copies: Sequence[Ticket], cells: Sequence[Tensor], factor: float = 1.0
-    ) -> None:
-        self.on_device = on_device
-        self.copies = copies
-        self.cells = cells
-        self.factor = factor
-        self._value: float | None = None
+    on_device: Tensor
+    copies: Sequence[Ticket]
+    cells: Sequence[Tensor]
+    factor: float = 1.0
+    _value: float | None = field(default=None, init=False)
 
     def __float__(self) -> float:
         if self._value is None:

@@ -23,15 +23,11 @@ class MemoryList:
 
     def content(self, *tensors: Tensor | None) -> None:
         """Add tensors whose values count; None is skipped."""
-        for tensor in tensors:
-            if tensor is not None:
-                self._with_content.add(self._add(tensor))
+        self._with_content.update(self._add(tensors))
 
     def scratch(self, *tensors: Tensor | None) -> None:
         """Add tensors whose values do not count now; None is skipped."""
-        for tensor in tensors:
-            if tensor is not None:
-                self._add(tensor)
+        self._add(tensors)
 
     def numbers(self, numbers: Iterable[Number]) -> None:
         """Add the device's side of numbers that it has computed."""
@@ -43,8 +39,8 @@ class MemoryList:
             if storage.nbytes():
                 yield storage, identity in self._with_content
 
-    def _add(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        identity = storage_identity(storage)
-        self._storages[identity] = storage
-        return identity
+    def _add(self, tensors: Iterable[Tensor | None]) -> Iterable[int]:
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+        added = {storage_identity(storage): storage for storage in storages}
+        self._storages.update(added)
+        return added

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,17 +18,15 @@ LAG = 2
 when a step begins (``step/optimizer_step.py``)."""
 
 
+@dataclass(eq=False, slots=True)
 class Reading:
     """The cells that one step filled, on their way to the host."""
 
-    def __init__(
-        self, cells: list[tuple[int, int]], host: Tensor, event: DeviceEvent | None, device: Device, recorder: Recorder
-    ) -> None:
-        self._cells = cells
-        self._host = host
-        self._event = event
-        self._device = device
-        self._recorder = recorder
+    _cells: list[tuple[int, int]]
+    _host: Tensor
+    _event: DeviceEvent | None
+    _device: Device
+    _recorder: Recorder
 
     def values(self) -> dict[tuple[int, int], float]:
         """The cells by (row, column); waits for a late copy. Until the second ``start`` after the one of this step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -12,33 +14,22 @@ Block = tuple[tuple[int, int], torch.dtype]
 """Shape and dtype of what passes through a buffer."""
 
 
+@dataclass(eq=False, slots=True)
 class StagingBuffer:
     """One buffer of a ring.
 
     Attributes:
         memory: uint8 on the device.
-        in_use: whether a parameter has taken it.
         read_by: the last copy that reads it; the next user must wait for it on the device.
         tensor: the memory as its user sees it.
-        views: the memory as blocks that it was seen as.
+        views: of the memory, by block: three operators make one, and the same few shapes come again and again.
     """
 
-    __slots__ = ("in_use", "memory", "read_by", "tensor", "views")
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.in_use = False
-        self.read_by: Ticket | None = None
-        self.tensor = memory
-        # Three operators make a view, and the same few shapes come again and again.
-        self.views: dict[Block, Tensor] = {}
-
-    def view(self, block: Block) -> Tensor:
-        """The first bytes of the memory as ``block``."""
-        (slices, length), dtype = block
-        size = slices * length * dtype.itemsize
-        view = self.views[block] = self.memory[:size].view(dtype).view(slices, length)
-        return view
+    memory: Tensor
+    in_use: bool = False
+    read_by: Ticket | None = None
+    tensor: Tensor = field(init=False)
+    views: dict[Block, Tensor] = field(default_factory=dict)
 
 
 class StagingRing:
@@ -79,17 +70,16 @@ class StagingRing:
             (found.content if buffer.in_use else found.scratch)(buffer.memory)
 
     def next_free(self, block: Block) -> StagingBuffer:
-        """The buffer that was free longest, seen as ``block``.
-
-        It stays free until its user takes it: see [Note: one assignment].
-        """
+        """The buffer that was free longest, seen as ``block``, until its user takes it: see [Note: one assignment]."""
         count = len(self.buffers)
         for place in range(self._first, self._first + count):
             buffer = self.buffers[place % count]
             if not buffer.in_use:
                 self._first = place % count + 1
                 if (view := buffer.views.get(block)) is None:
-                    view = buffer.view(block)
+                    (slices, length), dtype = block
+                    first = buffer.memory[: slices * length * dtype.itemsize]
+                    view = buffer.views[block] = first.view(dtype).view(slices, length)
                 buffer.tensor = view
                 return buffer
         raise AssertionError("all staging buffers are in use")

@@ -30,10 +30,6 @@ _POLL_SECONDS = 20e-6
 class HostFlags:
     """Counters (32 bit, modulo 2**32) in memory that the device can access; they only grow.
 
-    Args:
-        count: number of counters.
-        device: its streams use them.
-
     Attributes:
         awaitable: streams can wait for them, and write them without a thread of the driver.
     """
@@ -102,8 +98,7 @@ class Flag:
     def wait(self, seconds: float = math.inf) -> bool:
         """Block the calling thread until the value is reached; no call of the driver, and no GIL while it sleeps.
 
-        Returns:
-            Whether it was reached within ``seconds``.
+        Returns whether it was reached within ``seconds``.
         """
         end = time.monotonic() + seconds
         while not self.reached():

@@ -33,11 +33,7 @@ class StreamTicket:
         return None
 
     def done(self) -> bool:
-        """See :meth:`Ticket.done`.
-
-        Raises:
-            RuntimeError: the device has died, which is asked from time to time.
-        """
+        """As :meth:`Ticket.done`; a device that has died, which is asked from time to time, raises ``RuntimeError``."""
         if self._flag.reached():
             return True
         if (now := time.monotonic()) >= self._ask_device_at:
@@ -68,13 +64,10 @@ class StreamTicket:
 
 
 class StreamLane:
-    """A lane of a device with streams: one stream.
+    """A lane of a device with streams: one stream, in which copies run.
 
     The stream raises a flag after every copy, so that workers need no call of the driver to see that it is done. Where
     the driver has stream memory operations, it waits for the flags of jobs itself.
-
-    Attributes:
-        stream: in which copies run.
     """
 
     def __init__(self, name: str, device: Device, streams: Streams, recorder: Recorder) -> None:

@@ -25,9 +25,7 @@ and two switches of the GIL, some 20 us, in which a core copies as much."""
 class ThreadTicket:
     """A copy by a host thread. A lock and two words: making a ``threading.Event`` takes ten times as long.
 
-    Attributes:
-        is_set: the copy has ended; reading it takes no lock.
-        error: why it has failed; None before the end, and after a success.
+    ``is_set``: the copy has ended; reading it takes no lock.
     """
 
     __slots__ = ("_gate", "_state", "error", "is_set")
@@ -96,16 +94,11 @@ class _Copy(NamedTuple):
 
 
 class ThreadLane:
-    """A lane of the CPU: one thread, which ends with ``close`` or with the process.
-
-    Attributes:
-        failed: a copy has failed.
-        inline_bytes: size up to which copies run at once in the calling thread.
-    """
+    """A lane of the CPU: one thread, which ends with ``close`` or with the process."""
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         self.failed = False
-        self.inline_bytes = INLINE_BYTES
+        self.inline_bytes = INLINE_BYTES  # up to which copies run at once in the calling thread
         self._name = name
         self._recorder = recorder
         self._done = ThreadTicket.ended()  # of every copy that was made at once
@@ -164,7 +157,6 @@ class ThreadLane:
             self._thread = None
 
     def runs(self, thread: threading.Thread) -> bool:
-        """Whether ``thread`` is the lane's own."""
         return thread is self._thread
 
     def _hand_over(self, copy: _Copy) -> ThreadTicket:
@@ -221,7 +213,6 @@ class ThreadLane:
 
 
 def _fail_all(items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None], error: BaseException) -> None:
-    """Fail the copies of a lane without a thread."""
     while True:
         try:
             item = items.get_nowait()

@@ -21,8 +21,8 @@ import psutil
 from zenflow_compile.performance.hardware import LEFT_FREE
 
 SYSTEM = Path("/sys/devices/system")
-_T = TypeVar("_T")
 """Where Linux describes its processors and NUMA nodes."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,9 @@ def run_pinned(cores: Sequence[int], work: Callable[[int], object]) -> None:
 
     def run(index: int) -> None:
         try:
-            pin_this_thread(cores[index])
+            # For speed alone: another system has no call, and a sandbox may forbid it, or have taken the core away.
+            with suppress(AttributeError, OSError):
+                os.sched_setaffinity(threading.get_native_id(), {cores[index]})
             work(index)
         except BaseException as error:
             errors.append(error)
@@ -136,13 +138,6 @@ def may_pin() -> bool:
     return True
 
 
-def pin_this_thread(core: int) -> None:
-    """Keep the calling thread on logical core ``core``, where the system allows it: pinning is for speed alone."""
-    if hasattr(os, "sched_setaffinity"):
-        with suppress(OSError):  # a sandbox may forbid it, or have taken the core away since
-            os.sched_setaffinity(threading.get_native_id(), {core})
-
-
 def last_level_cache_bytes(system: Path = SYSTEM) -> int:
     """The largest cache of the first core that this process may use; 32 MiB where the system does not tell."""
     sizes = []
@@ -153,12 +148,10 @@ def last_level_cache_bytes(system: Path = SYSTEM) -> int:
 
 
 def nodes_of(cores: Iterable[int], system: Path = SYSTEM) -> set[int]:
-    """NUMA nodes of logical cores."""
     return {_node(system / f"cpu/cpu{core}") for core in cores}
 
 
 def _siblings(topology: Path) -> str | None:
-    """The logical cores of one physical core, as the kernel writes them; None if unknown."""
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the older name
         with suppress(OSError):
             return (topology / name).read_text().strip()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -30,9 +29,7 @@ _IN_RECORDINGS = "everything on the device"
 class _Block:
     """A storage whose memory is given back.
 
-    Attributes:
-        size_bytes: of the storage.
-        values: uint8[size_bytes] in host memory; None if the values do not count.
+    ``values``: uint8[size_bytes] in host memory; None if they do not count.
     """
 
     storage: torch.UntypedStorage
@@ -51,7 +48,6 @@ class _Block:
         self.storage.resize_(self.size_bytes)
 
     def on_device(self) -> Tensor:
-        """View the storage as uint8[size_bytes]."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
@@ -77,7 +73,6 @@ class DeviceMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for the values."""
         return self._room.nbytes
 
     def settle(self) -> None:
@@ -87,9 +82,6 @@ class DeviceMemory:
 
     def offload(self, found: MemoryList) -> None:
         """Copy values to the host, and give the device's memory back. Call ``settle`` before.
-
-        Args:
-            found: all of it.
 
         Raises:
             MemoryError: the host has no room for the values.
@@ -138,7 +130,12 @@ class DeviceMemory:
                 for block in blocks:
                     block.empty()
                 if isinstance(error, torch.OutOfMemoryError):
-                    _refuse_without_room(sum(block.size_bytes for block in blocks), error)
+                    needed = _megabytes(sum(block.size_bytes for block in blocks))
+                    raise torch.OutOfMemoryError(
+                        f"the device has no room for the {needed} of the optimizer that offload_all() has moved to the "
+                        "host, where they still are; free device memory (put an inference engine to sleep, empty the "
+                        "cache of its allocator), and repeat this call"
+                    ) from error
                 raise
             self.given_back = {}  # last: until here an interrupt leaves the values on the host to count
 
@@ -147,10 +144,7 @@ class DeviceMemory:
 
         Its values must count: see :class:`MemoryList`.
         """
-        if not self.given_back:
-            return tensor
-        block = self.given_back.get(storage_identity(tensor.untyped_storage()))
-        if block is None:
+        if not self.given_back or (block := self.given_back.get(storage_identity(tensor.untyped_storage()))) is None:
             return tensor
         assert block.values is not None
         values = block.values.view(tensor.dtype)
@@ -191,14 +185,6 @@ class DeviceMemory:
         if asynchronous:
             self._arena.pin(self._device)
         self._room = self._arena.take((needed_bytes,), torch.uint8)
-
-
-def _refuse_without_room(needed_bytes: int, error: BaseException) -> NoReturn:
-    raise torch.OutOfMemoryError(
-        f"the device has no room for the {_megabytes(needed_bytes)} of the optimizer that offload_all() has moved to "
-        "the host, where they still are; free device memory (put an inference engine to sleep, empty "
-        "the cache of its allocator), and repeat this call"
-    ) from error
 
 
 def _megabytes(count: int) -> str:

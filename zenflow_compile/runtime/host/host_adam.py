@@ -43,8 +43,6 @@ class WindowUpdate:
     Attributes:
         state: master, exp_avg and exp_avg_sq on the CPU, contiguous: f32[n], or as ``form`` stores them.
         out: [n] in the weights' dtype; takes the new master.
-        gradients: oldest first, at least one, [n] each, or compressed blocks of n elements.
-        coefficients: one for each gradient.
         step: gradients in the moments after this window.
         eps: of Adam, outside the root.
         form: of the state.

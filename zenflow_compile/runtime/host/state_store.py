@@ -16,16 +16,13 @@ from zenflow_compile.runtime.state_forms import State
 class Waits(NamedTuple):
     """What a job on host memory waits for.
 
-    Attributes:
-        after: jobs; it needs what they do, and fails if one of them does.
-        behind: jobs and copies that use the same memory.
+    ``after``: jobs that it fails with. ``behind``: jobs and copies that use the same memory.
     """
 
     after: Sequence[Job] = ()
     behind: Sequence[MemoryUser] = ()
 
     def and_of(self, other: Waits) -> Waits:
-        """What a job waits for that uses two memories."""
         return Waits((*self.after, *other.after), (*self.behind, *other.behind))
 
 
@@ -39,23 +36,19 @@ class Store(Protocol[_Seen]):
     @property
     def error(self) -> BaseException | None:
         """The failure that lost the content, until it is overwritten; None while it is intact."""
-        ...
 
     def content(self) -> _Seen:
         """The tensors; of a file only after ``prepare`` or ``bring``, for that job or copy, or while acquired."""
-        ...
 
     def prepare(self, *, step: int, deadline: int, fresh: bool = False) -> Waits:
         """Bring the content into memory for a job, which changes it and is made next.
 
         Args:
-            step, deadline: of the job.
             fresh: the job overwrites all of it, so that the old content is not read.
 
         Raises:
             RuntimeError: the system does not start a thread.
         """
-        ...
 
     def used_by(self, job: Job, *, last: bool = True) -> None:
         """Keep the content in memory for ``job``, which ``prepare`` was called for, and write it back after it.
@@ -63,7 +56,6 @@ class Store(Protocol[_Seen]):
         Args:
             last: no further job that belongs to this one is made next; until then it is not written.
         """
-        ...
 
     def bring(self, writer: Job | None, *, step: int) -> Job | None:
         """Bring the content into memory for a copy, which is queued next.
@@ -77,11 +69,9 @@ class Store(Protocol[_Seen]):
         Raises:
             RuntimeError: the system does not start a thread.
         """
-        ...
 
     def read_by(self, copy: Ticket) -> None:
         """Keep the content in memory for ``copy``, which ``bring`` was called for."""
-        ...
 
     def acquire(self, *, write: bool = False, fresh: bool = False) -> AbstractContextManager[_Seen]:
         """The tensors for the training thread; waits for all queued jobs on them. Queue none inside the block.
@@ -93,11 +83,9 @@ class Store(Protocol[_Seen]):
         Raises:
             RuntimeError: it could not be read, or an earlier update of it could not be written.
         """
-        ...
 
     def forget(self) -> None:
         """Drop the content, which may be lost. No job and no copy that was queued may use it."""
-        ...
 
 
 StateStore = Store[State]

@@ -39,17 +39,11 @@ Bounds = ctypes.Array[ctypes.c_int64]
 
 
 def bounds_of(parts: Sequence[slice]) -> Bounds:
-    """The bounds of tasks that do one of ``parts`` each."""
     return (ctypes.c_int64 * (len(parts) + 1))(*(part.start for part in parts), parts[-1].stop)
 
 
 class Work(ABC):
-    """What a job computes.
-
-    Attributes:
-        kind: of its events in recordings.
-        bounds: of its tasks.
-    """
+    """What a job computes. ``kind``: of its events in recordings."""
 
     kind: ClassVar[str]
     bounds: Bounds
@@ -93,9 +87,7 @@ class Job:
     Attributes:
         lane: of its events in recordings; None: they are in that of the thread.
         deadline: position of the parameter in the next forward; smaller runs earlier.
-        step, param: for recordings and errors.
         flag: raised when it is done or has failed, so that no waiting stream hangs; None if only threads wait for it.
-        work: what it computes; None after ``release``.
         memory: what native threads know of it.
         owners: of all memory that they use for it.
         records: when and where each task ran.
@@ -157,7 +149,6 @@ class Job:
 
     @classmethod
     def ended(cls, *, step: int, param: str) -> Job:
-        """A job without tasks, which has succeeded."""
         job = cls(_Nothing(), (), (), ctypes.c_void_p(), deadline=0, step=step, param=param)
         job.memory.settled, job.memory.state = 1, native.DONE
         return job
@@ -275,7 +266,6 @@ class Workers:
     """Threads that run jobs.
 
     Attributes:
-        count: of threads.
         cores: the logical core that each is pinned to; empty: none is.
         handle: the address of the native pool, which jobs keep, and not this object. Null before the start, and after
             the end.
@@ -290,11 +280,6 @@ class Workers:
         name: str = "zenflow",
         poll_ns: int = POLL_NS,
     ) -> None:
-        """
-        Args:
-            name: of the threads, before their number.
-            poll_ns: how often one idle thread looks for inputs.
-        """
         self._name = name
         self._poll_ns = poll_ns
         self.handle = ctypes.c_void_p()
@@ -305,15 +290,6 @@ class Workers:
         self._in_flight: list[Job] = []
         self._owners: list[Any] = []  # see [Note: native memory]
         self._end = weakref.finalize(self, _end, self.handle, self._owners)
-
-    def start(self) -> None:
-        """Start the threads, which ``submit`` does, too. Idempotent.
-
-        Raises:
-            RuntimeError: the system does not start a thread.
-        """
-        if not self.handle:
-            self._open()
 
     @property
     def failed(self) -> bool:
@@ -342,7 +318,14 @@ class Workers:
                 job.abort(error)
             raise
 
-    def _open(self) -> None:
+    def start(self) -> None:
+        """Start the threads, which ``submit`` does, too. Idempotent.
+
+        Raises:
+            RuntimeError: the system does not start a thread.
+        """
+        if self.handle:
+            return
         if not self._end.alive:
             raise RuntimeError("the process ends: no update can be made any more")
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owners))  # see [Note: native memory]
@@ -414,7 +397,6 @@ def _end(handle: ctypes.c_void_p, owners: list[Any]) -> None:
 
 
 def _forget(handle: ctypes.c_void_p, owners: list[Any]) -> None:
-    """The pool's threads have ended."""
     owners.clear()
     handle.value = None
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(owners))

@@ -65,11 +65,7 @@ NO_CACHES = CacheBytes(0, 0)
 
 
 def cache_bytes(plans: Sequence[ParamPlan], given: int | None) -> CacheBytes:
-    """Sizes of the caches for all parameters in files.
-
-    Args:
-        plans: of these parameters; at least one.
-        given: ``host_window_bytes``.
+    """Sizes of the caches for all parameters in files; ``given``: ``host_window_bytes``.
 
     Raises:
         ValueError: the largest parameter's state, and its weight if weights are in files, do not fit into ``given``.
@@ -90,12 +86,7 @@ def cache_bytes(plans: Sequence[ParamPlan], given: int | None) -> CacheBytes:
 
 
 class _Layout(NamedTuple):
-    """Which part of the cache is whose.
-
-    Attributes:
-        homes: where chunks are that do not take turns.
-        ring: of the others.
-    """
+    """Which part of the cache is whose: ``homes`` of chunks that do not take turns, and the ``ring`` of the others."""
 
     homes: dict[Chunk, int]
     ring: range
@@ -108,11 +99,9 @@ class NvmeCache:
 
     Args:
         files: where chunks are, and the threads that move them.
-        content: of the chunks.
         device: that copies from this memory asynchronously; None: no device does.
 
     Attributes:
-        chunks: all of them.
         pinned: whether a device can copy from this memory asynchronously.
     """
 
@@ -135,7 +124,6 @@ class NvmeCache:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of the cache."""
         return self._memory.numel()
 
     # Files.
@@ -144,13 +132,9 @@ class NvmeCache:
         """Make a file with a chunk for each of ``plans``, all zero; no update may be in flight.
 
         Args:
-            plans: of further parameters.
             fingerprint: of the plan, for the file's header.
             size: bytes of the cache from now on, unless it is larger already; see ``cache_bytes``.
             remedies: settings that need less host memory, for a warning if it cannot be pinned; None: no warning.
-
-        Returns:
-            Chunks, in the order of ``plans``.
 
         Raises:
             ValueError: the disk has not enough space.
@@ -159,18 +143,15 @@ class NvmeCache:
         """
         arena = HostArena(size, self._device) if size > self.nbytes else None
         self.write_back()
-        needed_bytes = sum(map(self._content.size, plans))
-        content = self._content
+        content, about = self._content, {"plan": fingerprint, "chunks": len(plans)}
+        purpose = f"for {content.what} of parameters"
         file = self.files.directory.create(
-            needed_bytes,
-            {"plan": fingerprint, "chunks": len(plans)},
-            purpose=f"for {content.what} of parameters",
-            otherwise=content.remedy,
+            sum(map(content.size, plans)), about, purpose=purpose, otherwise=content.remedy
         )
         chunks: list[Chunk] = []
         offset = 0
         for plan in plans:
-            chunks.append(chunk := Chunk(plan, file, offset, self._content))
+            chunks.append(chunk := Chunk(plan, file, offset, content))
             offset += chunk.size
         if arena is not None:
             pinned = self._device is not None and arena.pin(self._device, remedies)
@@ -272,11 +253,7 @@ class NvmeCache:
     def bring(self, chunk: Chunk, *, step: int) -> Job | None:
         """Have ``chunk`` in memory for a copy, which is queued next.
 
-        Returns:
-            The job that fills or changes its memory, which the copy waits for; None: it has the content.
-
-        Raises:
-            RuntimeError: the system does not start a thread.
+        Returns the job that fills or changes its memory, which the copy waits for; None: it has the content.
         """
         self._bring(chunk, step=step, deadline=_FIRST)
         place = chunk.place

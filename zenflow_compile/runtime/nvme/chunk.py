@@ -23,7 +23,7 @@ class Content(NamedTuple):
     Attributes:
         what: its name in errors, in front of the parameter's.
         remedy: what needs no file for it.
-        size: bytes of a parameter's chunk.
+        size: bytes of a parameter's chunk: whole pages, in the cache and in a file.
         view: its tensors in the memory of a chunk, u8[size].
     """
 
@@ -65,8 +65,6 @@ class Chunk:
     """A part of a file that belongs to one parameter. Only the training thread uses this object.
 
     Attributes:
-        content: what is in it.
-        size: bytes in the file and in the cache, whole pages.
         offset: where it begins in the file.
         description: of the same part of the file, for jobs; it has the checksum of the last write.
         place: its memory in the cache; None while it has none.
@@ -122,7 +120,6 @@ class Chunk:
 
 
 def chunk_bytes(plan: ParamPlan) -> int:
-    """Bytes that the parameter's state takes in the cache and in a file: whole pages."""
     return whole_pages(carved_bytes(StateForm.of_deferred(plan).tensors(plan.deferred)))
 
 
@@ -137,12 +134,10 @@ def state_in(memory: Tensor, plan: ParamPlan) -> State:
 
 
 def weight_chunk_bytes(plan: ParamPlan) -> int:
-    """Bytes that one buffer of the parameter's new weights takes in the cache and in a file: whole pages."""
     return whole_pages(plan.upload_bytes)
 
 
 def _weight_in(memory: Tensor, plan: ParamPlan) -> Tensor:
-    """New weights in the memory of a chunk, u8[size]: one tensor [deferred, length] of the model's dtype."""
     return memory[: plan.upload_bytes].view(plan.dtype).view(plan.deferred, plan.length)
 
 

@@ -17,18 +17,7 @@ _POLL_NS = 500_000
 
 
 class ScratchFiles:
-    """A directory and its threads.
-
-    Args:
-        path: ``nvme_path``.
-
-    Attributes:
-        threads: that read and write.
-        directory: has the files.
-
-    Raises:
-        ValueError: the directory cannot be used.
-    """
+    """A directory, ``nvme_path``, and the threads that read and write its files. Raises: see ``ScratchDirectory``."""
 
     def __init__(self, path: str | os.PathLike[str], recorder: Recorder) -> None:
         self.threads = Workers(FILE_THREADS, recorder, name="zenflow-file", poll_ns=_POLL_NS)

@@ -112,14 +112,7 @@ class ScratchDirectory:
             raise self.unusable(error) from error
         return stats.f_bavail * stats.f_frsize
 
-    def create(
-        self,
-        size: int,
-        about: dict[str, object],
-        *,
-        purpose: str,
-        otherwise: str,
-    ) -> StateFile:
+    def create(self, size: int, about: dict[str, object], *, purpose: str, otherwise: str) -> StateFile:
         """Create a file with ``size`` bytes for chunks, all allocated on the disk now.
 
         Args:
@@ -185,7 +178,6 @@ class ScratchDirectory:
         self._lock.close()
 
     def unusable(self, error: OSError) -> ValueError:
-        """The error if an operation on the directory failed."""
         return _unusable(self.path, error)
 
 
@@ -264,11 +256,8 @@ def _open_direct(path: Path, header: bytes) -> io.FileIO | None:
         undo.callback(file.close)
         with contextlib.suppress(OSError):
             number = file.fileno()
-            if (
-                os.preadv(number, [page], 0) == PAGE_BYTES
-                and page[:] == header
-                and os.pwritev(number, [page], 0) == PAGE_BYTES
-            ):
+            as_written = os.preadv(number, [page], 0) == PAGE_BYTES and page[:] == header
+            if as_written and os.pwritev(number, [page], 0) == PAGE_BYTES:
                 undo.pop_all()
                 return file
     return None
@@ -313,12 +302,7 @@ def _shown(path: str | os.PathLike[str]) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file has the header of a state file.
-
-    Raises:
-        ValueError: it is not a plain file of this user.
-        OSError: it cannot be read.
-    """
+    """Whether a file has the header of a state file. Raises: see ``_open_plain``."""
     with _open_plain(path, os.O_RDONLY) as file:
         return file.read(len(MAGIC)) == MAGIC
 
@@ -343,7 +327,13 @@ def _locked(path: Path) -> io.FileIO:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _in_use(path, file) from None
+                text = os.pread(file.fileno(), _PID_BYTES, 0).decode("ascii", errors="replace").strip()
+                this = " (this one)" if text == str(os.getpid()) else ""
+                raise ValueError(
+                    f"nvme_path={_shown(path.parent)} is in use by another optimizer, of process "
+                    f"{printable(text) or 'unknown'}{this}; close that one first, end that process and children that "
+                    "it left behind, or give each optimizer a directory of its own"
+                ) from None
             # The process that held it may have removed the name meanwhile: then others lock another file.
             if not _has_name(file, path):
                 continue
@@ -352,16 +342,6 @@ def _locked(path: Path) -> io.FileIO:
             os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
             undo.pop_all()
             return file
-
-
-def _in_use(path: Path, file: io.FileIO) -> ValueError:
-    text = os.pread(file.fileno(), _PID_BYTES, 0).decode("ascii", errors="replace").strip()
-    this = " (this one)" if text == str(os.getpid()) else ""
-    return ValueError(
-        f"nvme_path={_shown(path.parent)} is in use by another optimizer, of process {printable(text) or 'unknown'}"
-        f"{this}; close that one first, end that process and children that it left behind, or give each optimizer a "
-        "directory of its own"
-    )
 
 
 def _has_name(file: io.FileIO, path: Path) -> bool:

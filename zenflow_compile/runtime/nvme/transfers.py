@@ -31,11 +31,7 @@ def make_transfer(
 ) -> Job:
     """A job that moves ``chunk`` between its file and ``memory``, u8[size]. It fails with a ``StateFileError``.
 
-    Args:
-        kind: ``"read"`` or ``"write"``.
-        pool: of the threads that run it.
-        after: the jobs that it waits for, and fails with.
-        behind: the jobs and copies whose memory it takes over.
+    ``kind`` is ``"read"`` or ``"write"``. The others are as in :class:`Job`.
     """
     work = _TransferWork(chunk, kind, memory)
     return _FileJob(
@@ -76,23 +72,19 @@ class _TransferWork(Work):
         return self._chunk.size
 
     def failure(self, error: int) -> Exception:
+        chunk = self._chunk
         if error == OTHER_CHECKSUM:
-            return _lost(self._chunk, "read", _other_checksum(self._chunk, self._transfer.checksum))
-        return _lost(self._chunk, self.kind, OSError(error, os.strerror(error)))
-
-
-def _other_checksum(chunk: Chunk, found: int) -> StateFileError:
-    return StateFileError(
-        f"the checksum is {found:08x}, that of what was written {chunk.description.checksum:08x}: the disk has lost or "
-        "changed it, or another process wrote to the file"
-    )
-
-
-def _lost(chunk: Chunk, kind: str, cause: Exception) -> StateFileError:
-    error = StateFileError(
-        f"{chunk.content.what} of {chunk.plan.name} could not be {'read' if kind == 'read' else 'written'} "
-        f"({printable(chunk.file.path)}): {cause}; load the last saved state (the last checkpoint), after freeing "
-        "space on the disk if it is full"
-    )
-    error.__cause__ = cause
-    return error
+            cause: Exception = StateFileError(
+                f"the checksum is {self._transfer.checksum:08x}, that of what was written "
+                f"{chunk.description.checksum:08x}: the disk has lost or changed it, or another process wrote to the "
+                "file"
+            )
+        else:
+            cause = OSError(error, os.strerror(error))
+        lost = StateFileError(
+            f"{chunk.content.what} of {chunk.plan.name} could not be {'read' if self.kind == 'read' else 'written'} "
+            f"({printable(chunk.file.path)}): {cause}; load the last saved state (the last checkpoint), after freeing "
+            "space on the disk if it is full"
+        )
+        lost.__cause__ = cause
+        return lost

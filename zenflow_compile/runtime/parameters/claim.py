@@ -41,7 +41,6 @@ class Claim:
     """Marks the parameters of one optimizer as owned, and tells its engine of gradients that reach ``.grad``.
 
     Attributes:
-        params: the parameters, in the order of the plan.
         closing: closes the engine of a collected optimizer, where the thread that collected it cannot.
     """
 
@@ -99,7 +98,6 @@ class Claim:
                 self._hooks[p] = listen_to_grad(param, p, weakref.ref(self))
 
     def holds(self, param: Tensor) -> bool:
-        """Whether ``param`` is claimed."""
         position = self._position.get(id(param))
         return position is not None and self.params[position] is param
 
@@ -114,10 +112,7 @@ class Claim:
             optimizer.engine.accept_grad(p)  # builds the engine, or replaces an outdated one
 
     def check_params(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check that the optimizer's ``param_groups`` still have the claimed parameters.
-
-        Args:
-            groups: the current ``param_groups``.
+        """Check that the optimizer's current ``param_groups`` still have the claimed parameters.
 
         Raises:
             ValueError: the list was replaced, or has other parameters.
@@ -159,8 +154,6 @@ _REMEDY = "close() the optimizer, create it anew over model.parameters() after t
 
 
 class _Attribute(NamedTuple):
-    """An attribute of a module."""
-
     module: weakref.ref[nn.Module]
     name: str
 
@@ -189,11 +182,7 @@ class Holders:
         self._roots: dict[int, _Root] = {}
 
     def remember(self, roots: Iterable[nn.Module], indices: Mapping[int, int]) -> None:
-        """Note where ``roots`` hold parameters.
-
-        Args:
-            indices: index in the plan by ``id(param)``.
-        """
+        """Note where ``roots`` hold parameters, whose ``indices`` in the plan are by ``id(param)``."""
         for root in roots:
             known = self._roots.get(id(root))
             # Another module may have the id of one that was deleted.
@@ -231,24 +220,18 @@ class Holders:
         """
         for model in models:
             root = self._roots.get(id(model))
-            if root is not None and root.module() is model:
-                self._check_model(model, root.names, plans)
-
-    def _check_model(self, model: nn.Module, names: Mapping[int, set[str]], plans: Sequence[ParamPlan]) -> None:
-        now = dict(model.named_parameters(remove_duplicate=False))
-        present = {id(param) for param in now.values()}
-        for index, own_names in names.items():
-            replaced = any(name in now and not is_owned(now[name]) for name in own_names)
-            if replaced and id(self._params[index]) not in present:
-                refuse_replaced(plans[index].name)
+            if root is None or root.module() is not model:
+                continue
+            now = dict(model.named_parameters(remove_duplicate=False))
+            present = {id(param) for param in now.values()}
+            for index, own_names in root.names.items():
+                replaced = any(name in now and not is_owned(now[name]) for name in own_names)
+                if replaced and id(self._params[index]) not in present:
+                    refuse_replaced(plans[index].name)
 
 
 def refuse_replaced(name: str) -> NoReturn:
-    """Raise because the model holds another parameter in the place of the optimizer's.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Raise RuntimeError because the model holds another parameter in the place of the optimizer's."""
     raise RuntimeError(
         f"the model holds another parameter in the place of {name}, which this optimizer updates: "
         f"load_state_dict(assign=True), a resized embedding or an assignment replaced it; {_REMEDY}"

@@ -35,14 +35,12 @@ class DeviceState:
     """State of the selected slices, a row each, the current selection and the scores.
 
     Attributes:
-        selection: selected and deferred slices, in the order of the state's rows.
         master: f32[k, length].
         exp_avg, exp_avg_sq: moments, as ``form`` stores them.
         gradient: ``[k, length]`` in the model's dtype, the selected slices of the gradient until the optimizer step.
         norms: f32[slices], squared norms of that gradient's slices.
         score: f32[slices], moving average of the squared norms of unscaled gradients.
         steps: number of gradients in the moments.
-        selects: whether the selection may change.
         selected_at: step of the last re-selection; None before the first.
     """
 
@@ -61,9 +59,7 @@ class DeviceState:
 
     @classmethod
     def allocate(cls, plan: ParamPlan, device: torch.device) -> DeviceState:
-        """Make state of zeros. The first ``k`` slices are selected until there are gradients: as many of each group as
-        later.
-        """
+        """Make zeros. The first ``k`` slices are selected until there are gradients: as many of each group as later."""
         form = StateForm.of_selected(plan)
         state = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in form.tensors(plan.k)]
         return cls(
@@ -86,11 +82,7 @@ class DeviceState:
         return sum(tensor.nbytes for tensor in tensors) + self.selection.nbytes
 
     def list_memory(self, found: MemoryList, *, has_gradient: bool) -> None:
-        """Add the device's memory.
-
-        Args:
-            has_gradient: ``gradient`` has values that count.
-        """
+        """Add the device's memory; ``has_gradient``: ``gradient`` has values that count."""
         (found.content if has_gradient else found.scratch)(self.gradient)
         found.content(self.master, self.exp_avg, self.exp_avg_sq, self.norms, self.score)
         self.selection.list_memory(found)
@@ -128,11 +120,7 @@ class DeviceState:
 
 
 def feed_scores(states: Sequence[DeviceState], unscale: Sequence[Number]) -> None:
-    """Add the norms of the gradients of an optimizer step to the scores.
-
-    Args:
-        unscale: for each, one over the loss scale of its gradient.
-    """
+    """Add the norms of the gradients of an optimizer step to the scores. ``unscale``: one over each loss scale."""
     scores, norms = [state.score for state in states], [state.norms for state in states]
     numbers = [factor for factor in unscale if isinstance(factor, float)]
     if len(numbers) < len(norms):
@@ -156,7 +144,6 @@ def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection]
 
     Args:
         states: of parameters with equal numbers of slices and of selected slices.
-        selections: of ``states``, in their order.
         margin: see :meth:`DeviceState.better_slices`.
     """
     plan = states[0].plan
@@ -175,8 +162,7 @@ def exchange_rows(device_side: StateRows, host_side: StateRows, device_rows: Ten
     No job may use the host's side, and no copy may read its weights.
 
     Args:
-        device_side: of the selected slices.
-        host_side: of the deferred ones, and weights that get the new masters of swapped rows.
+        host_side: of the deferred slices, and weights that get the new masters of swapped rows.
         device_rows, host_rows: as in ``Reselection``, the second one on the host.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,32 +18,23 @@ from zenflow_compile.runtime.parameters.host_weights import HostWeights
 from zenflow_compile.runtime.state_forms import StateForm
 
 
+@dataclass(eq=False)
 class DeviceUpdated:
     """Parameters without host updates, and their optimizer state.
 
     Args:
         streamed: serves those whose state is in host memory between updates.
         weights: that are in host memory between uses: an update loads them.
-        group_numbers: index of each parameter's param group, in the plan's order.
-        coefficients_of: returns a parameter's coefficients for a factor on its gradient, and its eps.
     """
 
-    def __init__(
-        self,
-        streamed: StreamedAdam,
-        weights: HostWeights,
-        group_numbers: Sequence[int],
-        coefficients_of: Callable[[int, float], tuple[StepCoefficients, float]],
-    ) -> None:
-        self.resident = ResidentAdam()
-        self._streamed = streamed
-        self._weights = weights
-        self._group_numbers = group_numbers
-        self._coefficients_of = coefficients_of
-        self._params: dict[int, Parameter] = {}
+    _streamed: StreamedAdam
+    _weights: HostWeights
+    _group_numbers: Sequence[int]
+    _coefficients_of: Callable[[int, float], tuple[StepCoefficients, float]]
+    resident: ResidentAdam = field(default_factory=ResidentAdam)
+    _params: dict[int, Parameter] = field(default_factory=dict)
 
     def add(self, plan: ParamPlan, param: Parameter, counter: VersionCounter) -> None:
-        """Serve the parameter of ``plan``."""
         self._params[plan.index] = param
         if (streamed := self._streamed.params.get(plan.index)) is not None:
             streamed.state.counter = counter
@@ -61,9 +53,6 @@ class DeviceUpdated:
 
     def check_gradients(self, plans: Sequence[ParamPlan]) -> bool:
         """Whether any of the parameters has a gradient.
-
-        Args:
-            plans: of all parameters of the engine.
 
         Raises:
             TypeError: a gradient is sparse, or of a dtype that cannot be optimized.

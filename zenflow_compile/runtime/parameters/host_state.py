@@ -21,12 +21,7 @@ from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, put_numbers
-from zenflow_compile.runtime.host.state_store import (
-    InMemory,
-    StateStore,
-    UploadBuffer,
-    Waits,
-)
+from zenflow_compile.runtime.host.state_store import InMemory, StateStore, UploadBuffer, Waits
 from zenflow_compile.runtime.host.workers import Bounds, Job, Work, bounds_of
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
@@ -43,10 +38,7 @@ CUT_ELEMENTS = 64  # whole CPU vectors: only the last part needs a ``PaddedTail`
 def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[slice]:
     """Cut a block into tasks of equal size, with the same number for each worker where tasks stay large.
 
-    Results do not depend on the cut.
-
-    Args:
-        unit: every part but the last is a multiple of this many elements.
+    Results do not depend on the cut. Every part but the last is a multiple of ``unit`` elements.
     """
     parts = -(-elements // TASK_ELEMENTS)
     parts = min(-(-parts // workers) * workers, max(parts, elements // _SMALLEST_TASK_ELEMENTS))
@@ -54,22 +46,11 @@ def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[s
     return [slice(begin, min(begin + size, elements)) for begin in range(0, elements, size)]
 
 
-def preferred_worker(task: int, tasks: int, workers: int) -> int:
-    """The worker that should run task ``task`` of ``tasks``: each worker gets about as many, all adjacent.
-
-    As ``shares`` in native/pool.h.
-    """
-    return task * workers // tasks
-
-
 def touched_bytes(plan: ParamPlan, gradients: int) -> float:
     """Bytes of host memory that an update window's update reads and writes per element, caches aside.
 
-    That is the state both ways, each gradient once, and the upload. Each step of a moment reads and writes it
-    once, whatever the number of gradients.
-
-    Args:
-        gradients: gradients in the window; those of a summed window share one buffer.
+    That is the state both ways, each gradient once, and the upload. Each step of a moment reads and writes it once,
+    whatever the number of ``gradients``; those of a summed window share one buffer.
     """
     return plan.update_bytes(gradients) / max(1, plan.deferred_numel)
 
@@ -88,7 +69,6 @@ class FlushedWindow:
     """A flushed update window: its job, and its updated weights, which a later forward applies.
 
     Attributes:
-        upload: the job writes it.
         visible_at: number of optimizer steps after which a forward must see it.
         final: when it was flushed, for the profiler; None without a profiler.
         selection: the slices that are selected when it is applied; None: the selection stays.
@@ -110,12 +90,7 @@ class FlushedWindow:
 
 
 class WindowAddresses(NamedTuple):
-    """Where the memory of an update window is: checked, and described for native code, one time.
-
-    Attributes:
-        window: without numbers.
-        owner: of the memory.
-    """
+    """Where the memory of an update window is, which ``owner`` has: checked and described one time, without numbers."""
 
     window: UpdateWindow
     owner: WindowUpdate
@@ -126,10 +101,8 @@ class UpdateWork(Work):
     """The host update of one flushed update window.
 
     Attributes:
-        addresses: of the state, the gradients and the upload buffer.
         coefficients: one for each gradient.
         taken: gradients in the moments after this window.
-        eps: of Adam, outside the root.
         bytes_per_element: of host memory that it reads and writes.
     """
 
@@ -161,8 +134,6 @@ class HostState:
     Attributes:
         form: how the state is stored. The upload buffer that was handed out last completes split masters.
         store: where the state is: in the arena, too, or in a file.
-        in_memory: the state, if it is always in memory.
-        workers: how many threads share a job.
         taken: gradients in the moments so far.
         open: gradients of the update window, oldest first; a missing gradient has none.
         flushed: windows that were flushed and not applied yet, oldest first.
@@ -176,7 +147,6 @@ class HostState:
         last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
         ranges: the elements of each task of a job.
-        pool: of the threads that run its jobs.
         touched: ``touched_bytes`` by number of gradients.
         readers: the job that may still read each gradient buffer, or write its upload there.
         uploading: the copy of that upload to the device, as soon as it is queued.
@@ -227,13 +197,7 @@ class HostState:
         gradients: list[Tensor] | None = None,
         uploads: Sequence[UploadBuffer] = (),
     ) -> HostState:
-        """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it.
-
-        Args:
-            file: of state that is in one.
-            gradients: the gradient buffers that it shares; None: it has its own.
-            uploads: buffers of new weights that are in a file.
-        """
+        """Carve the parameter's host memory, all zero, out of ``arena``: ``arena_bytes`` of it."""
         assert (file is not None) == plan.in_file
         assert (gradients is not None) == (plan.pool is not None)
         assert bool(uploads) == plan.weight_in_file
@@ -275,7 +239,8 @@ class HostState:
         state = () if self.plan.in_file else self.state()
         uploads = () if self.plan.weight_in_file else [upload.content() for upload in self.uploads]
         for number, part in enumerate(self.ranges):
-            if preferred_worker(number, len(self.ranges), self.workers) == worker:
+            # Each worker gets about as many tasks, all adjacent: as ``shares`` in native/pool.h.
+            if number * self.workers // len(self.ranges) == worker:
                 for tensor in (*state, *self.gradients, *uploads):
                     size = tensor.numel()  # a compressed gradient has another number of elements
                     touch_pages(tensor.view(-1)[part.start * size // elements : part.stop * size // elements])
@@ -351,7 +316,17 @@ class HostState:
         deadline, needs = self.prepare(step=at, deadline=deadline)
         if self.plan.weight_in_file:
             needs = needs.and_of(upload.prepare(step=at, deadline=deadline, fresh=True))
-        job = self._window_job(buffers, weights, upload.content(), inputs, needs, deadline=deadline, step=at, eps=eps)
+        coefficients = [buffer.coefficients for buffer in buffers]
+        if self._bounds is None:
+            self._bounds = bounds_of(self.ranges)
+        if (touched := self.touched.get(len(buffers))) is None:
+            touched = self.touched[len(buffers)] = touched_bytes(self.plan, len(buffers))
+        addresses = self._addresses_of(buffers, weights, upload.content(), eps)
+        update = UpdateWork(addresses, coefficients, self.taken, eps, touched, self._bounds)
+        job = Job(
+            update, inputs, needs.after, self.pool, behind=needs.behind,
+            deadline=deadline, step=at, param=self.plan.name, flag=self.next_flag(),
+        )  # fmt: skip
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.
             self.readers[buffer.index], self.uploading[buffer.index] = job, None
@@ -374,26 +349,14 @@ class HostState:
         needs = self.store.prepare(step=step, deadline=deadline)
         return deadline, Waits((*after, *needs.after), needs.behind)
 
-    def _window_job(
-        self,
-        buffers: list[GradientBuffer],
-        weights: Tensor | None,
-        upload: Tensor,
-        inputs: list[Ticket],
-        needs: Waits,
-        *,
-        deadline: int,
-        step: int,
-        eps: float,
-    ) -> Job:
-        gradients = [self.gradients[buffer.index] for buffer in buffers]
-        coefficients = [buffer.coefficients for buffer in buffers]
-        places = (
-            0 if weights is None else weights.data_ptr(),
-            upload.data_ptr(),
-            *[buffer.index for buffer in buffers],
-        )
+    def _addresses_of(
+        self, buffers: Sequence[GradientBuffer], weights: Tensor | None, upload: Tensor, eps: float
+    ) -> WindowAddresses:
+        of_weights = 0 if weights is None else weights.data_ptr()
+        places = (of_weights, upload.data_ptr(), *[buffer.index for buffer in buffers])
         if (addresses := self._addresses.get(places)) is None:
+            gradients = [self.gradients[buffer.index] for buffer in buffers]
+            coefficients = [buffer.coefficients for buffer in buffers]
             blocks = [block.view(-1) for block in (*self.state(), upload)]
             flat = gradients if self.plan.compressed else [each.view(-1) for each in gradients]
             source = None if weights is None else weights.view(-1)
@@ -401,15 +364,7 @@ class HostState:
             addresses = WindowAddresses(self.kernel.window(owner), owner)
             if self.in_memory is not None:  # else the state is elsewhere the next time
                 self._addresses[places] = addresses
-        if self._bounds is None:
-            self._bounds = bounds_of(self.ranges)
-        if (touched := self.touched.get(len(coefficients))) is None:
-            touched = self.touched[len(coefficients)] = touched_bytes(self.plan, len(coefficients))
-        update = UpdateWork(addresses, coefficients, self.taken, eps, touched, self._bounds)
-        return Job(
-            update, inputs, needs.after, self.pool, behind=needs.behind,
-            deadline=deadline, step=step, param=self.plan.name, flag=self.next_flag(),
-        )  # fmt: skip
+        return addresses
 
     @property
     def unfinished_job(self) -> Job | None:
@@ -425,20 +380,15 @@ class HostState:
         return Flag(*self.flags, self._flags_given)
 
     def add_exchange(self, job: Job, *, last: bool) -> None:
-        """Keep a job that swaps rows with the device; it is not submitted yet.
-
-        Args:
-            last: of a re-selection, which may need several.
-        """
+        """Keep a job that swaps rows with the device, not submitted yet. ``last``: of a re-selection."""
         failed_or_running = [each for each in self.exchanges if not each.succeeded]
         self.exchanges, self.last_job = [*failed_or_running, job], job
         self.store.used_by(job, last=last)
 
     def copied_by(self, upload: UploadBuffer, copy: Ticket, job: Job | None) -> None:
-        """Keep an upload buffer until ``copy``, which reads it, has ended.
+        """Keep an upload buffer until ``copy``, which reads it behind ``job``, has ended.
 
-        Args:
-            job: that the copy waits for. A stream goes on if it fails, and uses what was there.
+        A stream goes on if that job fails, and uses what was there.
         """
         upload.read_by(copy)
         if job is not None and self.plan.weight_in_file:
@@ -481,7 +431,6 @@ class HostState:
         return self.uploads[self._next_upload - 1]
 
     def state(self) -> State:
-        """The stored master and moments; see :meth:`Store.content`."""
         return self.in_memory or self.store.content()
 
     @contextmanager
@@ -516,23 +465,23 @@ class HostState:
         if self.applied is not None:
             self.applied.settle()
         self.drop_window()
-        self.flushed, self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], [], None, None, None
-        self.reads, self.applied = [], None  # a copy that failed would fail the next job
+        self.flushed = []
+        self._forget_work()
         for upload in self.uploads:
             if upload is not self.applied_upload:
                 upload.forget()
-        self.readers, self.uploading = [None] * len(self.gradients), [None] * len(self.gradients)
 
     def forget_ended(self) -> None:
         """Forget jobs and copies, which refer to device memory. All of them have ended without a failure."""
-        for job in self.jobs:
+        for job in (*self.jobs, *self.reads):
             job.settle()  # a job that is done may have tasks that still look at their memory
-        for job in self.reads:
-            job.settle()
-        self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], None, None, None
-        self.reads, self.applied = [], None
-        self.readers, self.uploading = [None] * len(self.gradients), [None] * len(self.gradients)
+        self._forget_work()
         self._addresses.clear()  # they keep the numbers of the first window that had each
+
+    def _forget_work(self) -> None:
+        self.exchanges, self.applied_job, self.last_job, self.upload_writer = [], None, None, None
+        self.reads, self.applied = [], None  # a copy that failed would fail the next job
+        self.readers, self.uploading = [None] * len(self.gradients), [None] * len(self.gradients)
 
     def wait(self) -> None:
         """Wait until no job writes this state.
@@ -546,32 +495,22 @@ class HostState:
             job.wait()
 
     def wait_for_copies(self) -> None:
-        """Wait until the gradients of the update window are in host memory.
-
-        Raises:
-            RuntimeError: a copy failed.
-        """
+        """Wait until the gradients of the update window are in host memory; raises if a copy failed."""
         for buffer in self.open:
             buffer.copied.wait()
 
     @property
     def applied_failure(self) -> BaseException | None:
         """The error of a failed job whose result the device has used, or is going to use."""
-        if self.applied_job is not None and self.applied_job.error is not None:
-            return self.applied_job.error
-        for job in (*self.exchanges, *self.reads):
-            if job.error is not None:
-                return job.error
-        return None
+        jobs = (self.applied_job, *self.exchanges, *self.reads)
+        return next((error for job in jobs if job is not None and (error := job.error) is not None), None)
 
     def raise_failures(self) -> None:
         """Raise the error of a job, a copy or a file, if one has failed by now; does not wait."""
-        for window in self.flushed:
-            if window.job.error is not None:
-                window.job.wait()
-        for buffer in self.open:
-            if buffer.copied.error is not None:
-                buffer.copied.wait()
+        in_flight: list[Job | Ticket] = [window.job for window in self.flushed]
+        for work in (*in_flight, *(buffer.copied for buffer in self.open)):
+            if work.error is not None:
+                work.wait()
         for error in (self.store.error, *(upload.error for upload in self.uploads)):
             if error is not None:
                 raise RuntimeError(str(error)) from error.__cause__

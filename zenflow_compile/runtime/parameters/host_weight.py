@@ -68,8 +68,7 @@ class Place(enum.Enum):
 class SliceStates(NamedTuple):
     """The two sides of a parameter with host state.
 
-    Attributes:
-        written_by_others: whether the weight may have values that the masters do not know.
+    ``written_by_others``: whether the weight may have values that the masters do not know.
     """
 
     host: HostState
@@ -82,8 +81,7 @@ class Staged:
     """Values of a weight on their way into a buffer of the upload ring.
 
     Attributes:
-        source: what is copied.
-        writer: the job that wrote it last.
+        writer: the job that wrote ``source``, which is copied, last.
         stored: how often it had been written otherwise. While all three are the weight's, the copy is current.
         after: the job that the copy waits for, if it is a read of a file.
     """
@@ -105,7 +103,6 @@ class HostWeight:
 
     Attributes:
         served: a compiled graph loads it for its uses.
-        place: see [Note: places].
         loaded: the device has the values.
         readers: graphs that have loaded it, and not unloaded: several run at a time in threads, or inside each other.
         held: code without an unload of its own reads the weight: it stays loaded until the next optimizer step.
@@ -151,6 +148,11 @@ class HostWeight:
         """Have the weight in the upload buffers of a parameter with host state."""
         self._states = states
         self._block = (self.plan.deferred, self.plan.length), self.plan.dtype
+
+    @property
+    def _sides(self) -> SliceStates:
+        assert self._states is not None
+        return self._states
 
     @property
     def staged_bytes(self) -> int:
@@ -235,8 +237,7 @@ class HostWeight:
     def _source(self) -> Tensor | UploadBuffer | None:
         """What a lane copies; None where the values are in memory that it cannot copy, or on the device."""
         if self.place is Place.SLICES:
-            assert self._states is not None
-            return self._states.host.applied_upload
+            return self._sides.host.applied_upload
         if self.place is Place.WHOLE and self._states is None:
             return self._whole_matrix
         return None
@@ -252,14 +253,19 @@ class HostWeight:
             staged: from ``stage``; None: the copy is made now.
 
         Raises:
-            RuntimeError: the job that writes the values failed, or the values are overwritten already.
+            RuntimeError: the job that writes the values failed, or the values are overwritten already: a backward comes
+                behind the optimizer step after its forward.
         """
         if staged is not None and (self.replaced or self.has_update_on_its_way):
             self.drop(staged)
         if self.replaced:
             self._accept_memory()
             return
-        self._check_not_overwritten()
+        if self.has_update_on_its_way:
+            raise RuntimeError(
+                f"{self.plan.name} is in host memory, and an optimizer step has updated it there since the forward "
+                "that this backward belongs to; call backward() before step(), or pass offload_weights=False"
+            )
         before = self.loaded
         try:
             self._allocate()
@@ -362,20 +368,8 @@ class HostWeight:
         """Whether a job overwrites the values with an update that has not been applied."""
         if self.place is not Place.SLICES:
             return False
-        assert self._states is not None
-        host = self._states.host
+        host = self._sides.host
         return any(window.upload is host.applied_upload for window in host.flushed)
-
-    def _check_not_overwritten(self) -> None:
-        """
-        Raises:
-            RuntimeError: a backward comes behind the optimizer step after its forward, and its weights are gone.
-        """
-        if self.has_update_on_its_way:
-            raise RuntimeError(
-                f"{self.plan.name} is in host memory, and an optimizer step has updated it there since the forward "
-                "that this backward belongs to; call backward() before step(), or pass offload_weights=False"
-            )
 
     @property
     def _matrix(self) -> Tensor:
@@ -419,15 +413,6 @@ class HostWeight:
         self._stored += 1
         self._is_loaded()
 
-    def _own_memory(self) -> None:
-        if (reason := not_emptied(self.param)) is not None:
-            raise RuntimeError(
-                f"{self.plan.name} was given memory that offload_weights cannot empty: {reason}; give it a copy with "
-                "param.data = values.clone(), or train with offload_weights=False"
-            )
-        have_own_memory(self.param)
-        self._owns_memory = True
-
     # To the host.
 
     def unload(self) -> None:
@@ -443,7 +428,13 @@ class HostWeight:
         if (self.param.dtype, self.param.shape, self.param.device) != self._layout:
             return
         if not self._owns_memory:
-            self._own_memory()
+            if (reason := not_emptied(self.param)) is not None:
+                raise RuntimeError(
+                    f"{self.plan.name} was given memory that offload_weights cannot empty: {reason}; give it a copy "
+                    "with param.data = values.clone(), or train with offload_weights=False"
+                )
+            have_own_memory(self.param)
+            self._owns_memory = True
         if self.place is not Place.DEVICE and self._counter.external_bumps(self.param) != self._bumps:
             self._move_to(Place.DEVICE)
         if self.place is Place.DEVICE or (self.place is Place.WHOLE and self._states is not None):
@@ -452,11 +443,8 @@ class HostWeight:
             # The copy reads the memory that is freed below. The next load, which reads what it writes, follows this
             # stream.
             self._written_back.wait_on_device()
-        self.loaded, self.held, self._sample = (
-            False,
-            False,
-            None,
-        )  # first: after an interrupt below, a load fills the memory again
+        # First: after an interrupt below, a load fills the memory again.
+        self.loaded, self.held, self._sample = False, False, None
         self._free()
         self._note(-self.nbytes)
 
@@ -491,8 +479,7 @@ class HostWeight:
 
     def _into_slices(self, values: Tensor) -> None:
         """Put the deferred slices of ``values`` [rows, columns], which masters agree with, into an upload buffer."""
-        assert self._states is not None
-        host, selection = self._states.host, self._states.device.selection
+        host, selection = self._sides.host, self._sides.device.selection
         host.wait()  # no job, and no earlier copy, uses the buffer then
         if host.applied is not None:
             host.applied.settle()
@@ -560,8 +547,7 @@ class HostWeight:
             if self._written_back is not None:
                 self._written_back.wait()
             return self._whole
-        assert self._states is not None
-        host, device, _ = self._states
+        host, device, _ = self._sides
         host.wait()
         if (exchange := self._transport.exchange) is not None:
             exchange.finish()
@@ -585,8 +571,7 @@ class HostWeight:
     def updates_dropped(self) -> None:
         """Updates on their way are dropped. One that is written over the weight becomes the weight."""
         if self.has_update_on_its_way:
-            assert self._states is not None
-            self._states.host.note_applied(self._states.host.flushed[0])  # no later one has its buffer
+            self._sides.host.note_applied(self._sides.host.flushed[0])  # no later one has its buffer
 
     def updates_failed(self) -> None:
         """A job has failed, or its update was never applied: have what is in the upload buffer, as far as it got.
@@ -594,8 +579,7 @@ class HostWeight:
         Values that a file has lost are NaN from then on.
         """
         if self.place is Place.SLICES:
-            assert self._states is not None
-            self._states.host.clear_windows()  # waits until no job uses the buffer
+            self._sides.host.clear_windows()  # waits until no job uses the buffer
             if self.plan.weight_in_file:
                 self.detach_from_state()
         if self.place is Place.LOST:
@@ -606,11 +590,9 @@ class HostWeight:
     def reads_failed(self) -> None:
         """The device may have used what was in memory instead of what a file should have brought there."""
         if self.place is Place.SLICES:
-            assert self._states is not None
-            for job in self._states.host.reads:
-                if (error := job.error) is not None:
-                    self._lose(error)
-                    return
+            errors_of_reads = (job.error for job in self._sides.host.reads)
+            if (error := next(filter(None, errors_of_reads), None)) is not None:
+                self._lose(error)
 
     def _lose(self, error: BaseException) -> None:
         self._move_to(Place.LOST)
@@ -639,8 +621,7 @@ class HostWeight:
     def _move_to(self, place: Place) -> None:
         """The values are in another place. An upload buffer in a file drops what it has, and whether that is lost."""
         if self.place is Place.SLICES:
-            assert self._states is not None
-            host = self._states.host
+            host = self._sides.host
             upload, host.applied_upload = host.applied_upload, None
             if upload is not None and all(window.upload is not upload for window in host.flushed):
                 upload.forget()

@@ -79,7 +79,7 @@ def move_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
         for name, own in module._parameters.items():
             if own is not None:
                 if own not in moved:
-                    moved[own] = _left(own, device) if _is_left(own, device) else _moved(own, device)
+                    moved[own] = _moved(own, device)
                 module._parameters[name] = moved[own]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -87,22 +87,15 @@ def move_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
     return model
 
 
-def _is_left(param: Parameter, device: torch.device) -> bool:
+def _moved(param: Parameter, device: torch.device) -> Parameter:
     owns_memory = param.untyped_storage().nbytes() == param.nbytes and param.is_contiguous()
     large = type(param) is Parameter and param.nbytes >= SMALLEST_WEIGHT_BYTES
-    return device.type != "cpu" and param.requires_grad and owns_memory and large
-
-
-def _moved(param: Parameter, device: torch.device) -> Parameter:
-    new = Parameter(param.data.to(device), requires_grad=param.requires_grad)
+    is_left = device.type != "cpu" and param.requires_grad and owns_memory and large
+    data = torch.empty(param.shape, dtype=param.dtype, device=device) if is_left else param.data.to(device)
+    new = Parameter(data, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)
-    return new
-
-
-def _left(param: Parameter, device: torch.device) -> Parameter:
-    new = Parameter(torch.empty(param.shape, dtype=param.dtype, device=device))
-    new.__dict__.update(param.__dict__)
-    leave_on_host(new, param.data)
+    if is_left:
+        leave_on_host(new, param.data)
     return new
 
 

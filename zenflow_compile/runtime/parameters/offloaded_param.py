@@ -81,13 +81,10 @@ class IncomingGradient(ShownGradient):
     """The gradient of one parameter, from its first contribution until the optimizer step consumes it.
 
     Attributes:
-        arrival: see :class:`Arrival`.
         through_autograd: a contribution came through autograd, so code without a fetch reads the weight.
         returned: number of the last backward in which a compiled graph returned its gradient to autograd.
         uses: how often the engine was told of a read of the weight since the last optimizer step: by a graph, or FSDP2.
         announced: the engine was told of one before that step. FSDP2 tells of every read.
-        accumulate_node: the parameter's node of autograd.
-        pending: the deferred gradient, where that stays on the device until it is final.
     """
 
     def __init__(
@@ -119,10 +116,7 @@ class IncomingGradient(ShownGradient):
     # 1. Receive.
 
     def asked_again(self) -> torch_private.Asked:
-        """What autograd does with the gradient, before a gradient that was not asked for is dropped.
-
-        ``param.data = ...`` of another dtype or device gives the parameter another node.
-        """
+        """What autograd does with the gradient. A new ``param.data`` may have given the parameter another node."""
         self.accumulate_node = torch_private.accumulate_grad_node(self.param)
         return torch_private.asked_for(self.accumulate_node)
 
@@ -166,9 +160,6 @@ class IncomingGradient(ShownGradient):
 
     def receive_local(self, matrix: Tensor) -> None:
         """Show in ``.grad`` that this rank has a contribution, before its mean over ranks is known.
-
-        Args:
-            matrix: see ``matrix_of``.
 
         Raises: see ``receive``.
         """
@@ -248,7 +239,6 @@ class IncomingGradient(ShownGradient):
         return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
     def _add(self, record: GradientRecord, matrix: Tensor) -> None:
-        """Add a further contribution."""
         if record.state is _PARTS:
             self.arrival = Arrival.IN_PIECES
             self._rebuild(record)
@@ -487,9 +477,7 @@ class OffloadedParam(IncomingGradient):
     """Runtime state of one parameter whose optimizer state lives, in part or completely, on the host.
 
     Attributes:
-        weights: the parameter as a matrix, and whether it was written elsewhere.
         deadline: position among the first uses of the next forward; jobs and uploads run in this order.
-        upload: on its way; None without one.
         merged: an update window was applied that other ranks have not seen yet.
         arriving: when the device has the slices of this parameter that other ranks have updated; None: it has them, or
             the stream that asked last waits for them.
@@ -598,23 +586,17 @@ class OffloadedParam(IncomingGradient):
 
     def due(self, now: int) -> int:
         """How many of the flushed update windows, oldest first, a forward after ``now`` steps must see."""
-        count = 0
-        for number, window in enumerate(self.host.flushed, start=1):
-            if window.visible_at <= now:
-                count = number
-        return count
+        windows = enumerate(self.host.flushed, start=1)
+        return max((number for number, window in windows if window.visible_at <= now), default=0)
 
     def start_upload(self, *, waits: bool = False) -> bool:
         """Queue the upload of the next update window, which is due, behind its job. Returns whether it was queued.
 
         Where the lane cannot wait for the job, or for the read of a buffer in a file, nothing is queued before that is
-        done. After a failed job, nothing is queued.
-
-        Args:
-            waits: the calling thread waits where the lane cannot, and gets the failure of the job.
+        done, unless ``waits``: then the calling thread waits. After a failed job, nothing is queued.
 
         Raises:
-            RuntimeError: the job, or the read, failed.
+            RuntimeError: the job, or the read, failed, and ``waits``.
         """
         transport, window = self.transport, self.host.flushed[0]
         if (home := self.weights.home) is not None and home.place is Place.SLICES:

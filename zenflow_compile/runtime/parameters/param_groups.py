@@ -41,11 +41,7 @@ class GroupNumbers(NamedTuple):
     maximize: bool
 
     def coefficients(self, grad_scale: Number) -> StepCoefficients:
-        """Return the coefficients of an optimizer step.
-
-        Args:
-            grad_scale: factor on the gradients of the group's parameters; ``maximize`` negates it.
-        """
+        """The coefficients of an optimizer step, whose ``grad_scale`` on the group's gradients ``maximize`` negates."""
         scale = -grad_scale if self.maximize else grad_scale
         return StepCoefficients(self.lr, self.beta1, self.beta2, self.weight_decay, scale)
 
@@ -126,20 +122,12 @@ def check_values(group: Mapping[str, Any]) -> GroupNumbers:
 
 
 def check_eps(eps: Any) -> float:
-    """Return ``eps`` as a number.
-
-    Raises:
-        ValueError, TypeError: no step can use it.
-    """
+    """``eps`` as a number; raises ValueError or TypeError if no step can use it."""
     return check_number("eps", _number("eps", eps), 0.0, LARGEST_NUMBER)
 
 
 def _number(name: str, value: Any) -> Any:
-    """Return the element of a tensor of one element, and any other value as it is.
-
-    Raises:
-        ValueError: a tensor has another number of elements.
-    """
+    """The element of a tensor of one element, and any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:

@@ -46,18 +46,12 @@ class ParamRegistry:
     """All parameters of an engine. Parameters can be added, and are never removed.
 
     Attributes:
-        plan: of all parameters.
         params: all parameters, in the plan's order; of sharded ones the part that this rank has.
         given: the same, as the optimizer and the model have them.
-        counters: their version counters, in that order.
         groups: the optimizer's ``param_groups``.
         group_numbers: index of each parameter's group, in the plan's order.
-        offloaded: the parameters that the host updates, at least in part, by index.
-        device_updated: the others.
-        weights: those that are in host memory between their uses.
         unseen_writes: notices writes to the others that move no version.
         gradients: shared by the offloaded parameters.
-        memory: host memory, files, rings, copy lanes and workers.
     """
 
     def __init__(
@@ -102,10 +96,6 @@ class ParamRegistry:
 
     def add(self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int) -> None:
         """Plan and allocate further parameters, by param group. Nothing may be in flight.
-
-        Args:
-            groups: (name, parameter) pairs of each new group.
-            first_group: index of the first of them among the optimizer's.
 
         Raises:
             ValueError: see ``checked_plan``, or ``nvme_path`` cannot hold the state. Nothing has been changed then.
@@ -196,14 +186,9 @@ class ParamRegistry:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of all parameters, in their own dtype."""
         return sum(param.nbytes for param in self.params)
 
     # Param groups.
-
-    def group_of(self, index: int) -> dict[str, Any]:
-        """The param group of parameter ``index``."""
-        return self.groups[self.group_numbers[index]]
 
     def coefficients(self, index: int, grad_scale: Number) -> tuple[StepCoefficients, float]:
         """The coefficients of parameter ``index``, and its eps, as ``check_groups`` found them."""
@@ -216,7 +201,7 @@ class ParamRegistry:
         Raises:
             ValueError, TypeError: no step can use its value.
         """
-        return check_eps(self.group_of(index)["eps"])
+        return check_eps(self.groups[self.group_numbers[index]]["eps"])
 
     def check_groups(self) -> None:
         """Check the current values of the param groups, and use them from here on.
@@ -238,10 +223,7 @@ class ParamRegistry:
         return (param.dtype, param.shape, param.device) != self._layouts[index]
 
     def check_unchanged(self, indices: Iterable[int] | None = None) -> None:
-        """Check dtype, shape and device of parameters; cheap enough for every step.
-
-        Args:
-            indices: of the parameters; None: all.
+        """Check dtype, shape and device of parameters, None for all; cheap enough for every step.
 
         Raises:
             RuntimeError: a parameter changed since it was planned.
@@ -283,8 +265,8 @@ class ParamRegistry:
         """Check the gradients in ``.grad`` before an optimizer step.
 
         Returns:
-            Whether any parameter has a gradient, and the parameters whose gradient the step must take from ``.grad``:
-            all that were not split and copied in the backward.
+            Whether any parameter has a gradient, and the parameters whose gradient was not split and copied in the
+            backward: the step must take it from ``.grad``.
 
         Raises:
             TypeError: a gradient is sparse.
@@ -316,16 +298,11 @@ class ParamRegistry:
             factors.finish(on_device, self.transport.to_host, device_of(self._device), step=step)
 
     def drop_grads(self) -> None:
-        """Clear ``.grad`` of all parameters."""
         for param in self.params:
             param.grad = None
 
     def release_gradients(self, *, keep: bool) -> None:
-        """Leave no gradient in ``.grad`` that needs the engine.
-
-        Args:
-            keep: gradients that no step has used become dense tensors there; else ``.grad`` is cleared.
-        """
+        """Leave no gradient in ``.grad`` that needs the engine. ``keep``: unused ones become dense there."""
         for offloaded in self.offloaded.values():
             offloaded.release_gradient(keep=keep)
 
@@ -333,10 +310,7 @@ class ParamRegistry:
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes of optimizer state, selections, staging rings and the buffers of streamed state.
-
-        0 while they are given back.
-        """
+        """Device bytes of optimizer state, selections and buffers of staging and streaming; 0 while given back."""
         if self.transport.device_memory.given_back:
             return 0
         offloaded = sum(each.nbytes for each in self.offloaded.values())
@@ -378,6 +352,5 @@ class ParamRegistry:
 
 
 def _apply_due(engine: weakref.ref[Any], index: int) -> None:
-    """Make due updates of parameter ``index`` visible."""
     if (found := engine()) is not None:
         found.apply_due_of(index)

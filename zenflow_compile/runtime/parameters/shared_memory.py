@@ -22,10 +22,7 @@ class _Extent(NamedTuple):
 
 
 def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None:
-    """Refuse an offloaded parameter that shares memory with another parameter.
-
-    Args:
-        plans: of ``params``, in their order.
+    """Refuse an offloaded parameter that shares memory with another one; ``plans`` of ``params``, in their order.
 
     Raises:
         ValueError: the memory of two parameters overlaps, and the optimizer state of one of them is offloaded.
@@ -43,16 +40,13 @@ def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None
 
 def overlapping(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield positions of two parameters that have a byte in common, for each such pair."""
-    return ((one, other) for one, other in _intersecting(params) if _overlap(params[one], params[other]))
-
-
-def _intersecting(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of parameters whose extents intersect, in one pass over the extents in the order of ``begin``."""
+    # One pass over the extents in the order of ``begin``.
     open_extents: list[_Extent] = []
     for extent in sorted(_extents(params)):
         open_extents = [each for each in open_extents if each.end > extent.begin]
         for each in open_extents:
-            yield each.position, extent.position
+            if _overlap(params[each.position], params[extent.position]):
+                yield each.position, extent.position
         open_extents.append(extent)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -44,9 +44,7 @@ class ExchangeWork(Work):
 
     Attributes:
         state: of the host, as ``form`` stores it.
-        rows: i32[n], as in :class:`Reselection`.
         blocks: f32[n, length] each.
-        weights: [deferred, length] in the model's dtype, contiguous; see :meth:`StateExchange.start`.
     """
 
     kind: ClassVar[str] = "state"
@@ -77,13 +75,10 @@ class ExchangeWork(Work):
     def touched_bytes(self, task: int, record: Record) -> int:
         """Both places of a row are read and written."""
         rows: int = record.rows
-        return rows * self.blocks[0].shape[1] * _touched_per_element(self.state, self.weights)
-
-
-def _touched_per_element(state: Sequence[Tensor], weights: Tensor | None) -> int:
-    """Bytes of host memory that a swap reads and writes, on both sides of it, per element."""
-    of_state = sum(each.itemsize for each in state)
-    return 2 * (of_state + STATE_TENSORS * FP32_BYTES) + (0 if weights is None else weights.itemsize)
+        per_element = 2 * (sum(each.itemsize for each in self.state) + STATE_TENSORS * FP32_BYTES)
+        if self.weights is not None:
+            per_element += self.weights.itemsize
+        return rows * self.blocks[0].shape[1] * per_element
 
 
 @dataclass(slots=True)
@@ -110,12 +105,8 @@ class _Chunk:
     job: Job
     ticket: Ticket | None = None
 
-    @property
-    def elements(self) -> int:
-        """Elements of the state in the buffer."""
-        return STATE_TENSORS * len(self.rows) * self.device.plan.length
 
-
+@dataclass(eq=False)
 class StateExchange:
     """Moves rows of state between the sides; see [Note: exchange].
 
@@ -123,20 +114,17 @@ class StateExchange:
     oldest one.
     """
 
-    def __init__(
-        self, to_host: CopyLane, to_device: CopyLane, workers: Workers, recorder: Recorder, device: Device
-    ) -> None:
-        self._to_host = to_host
-        self._to_device = to_device
-        self._workers = workers
-        self._recorder = recorder
-        self._device = device
-        self._arena: HostArena | None = None
-        self._pinned = False
-        self._buffers: list[_Buffer] = []
-        # Oldest first, and the only record of which buffers are in use: it changes in one assignment, so that an
-        # interrupt leaves no buffer with two users.
-        self._in_flight: tuple[_Chunk, ...] = ()
+    _to_host: CopyLane
+    _to_device: CopyLane
+    _workers: Workers
+    _recorder: Recorder
+    _device: Device
+    _arena: HostArena | None = None
+    _pinned: bool = False
+    _buffers: list[_Buffer] = field(default_factory=list)
+    # Oldest first, and the only record of which buffers are in use: it changes in one assignment, so that an interrupt
+    # leaves no buffer with two users.
+    _in_flight: tuple[_Chunk, ...] = ()
 
     # Memory.
 
@@ -196,7 +184,6 @@ class StateExchange:
         After an interrupt the two sides do not match: the caller marks the update as partially applied.
 
         Args:
-            step, deadline: of the jobs.
             weights: in the order of the host's state. The jobs cast each master that they put into that state, and
                 write it there. None writes no weights.
             reads: a copy that may still read ``weights``, which the jobs wait for. A later copy that reads them goes
@@ -278,14 +265,11 @@ class StateExchange:
     def _start_upload(self, chunk: _Chunk) -> None:
         # It overwrites what the copy to the host reads: that one is an input of the job. If an interrupt loses the
         # ticket, the copy is repeated behind it on the same lane.
-        buffer, used = chunk.buffer, chunk.elements
+        plan = chunk.device.plan
+        used = STATE_TENSORS * len(chunk.rows) * plan.length
+        target, source = chunk.buffer.on_device[:used], chunk.buffer.on_host[:used]
         chunk.ticket = self._to_device.submit(
-            buffer.on_device[:used],
-            buffer.on_host[:used],
-            step=self._recorder.step,
-            param=chunk.device.plan.name,
-            kind="state",
-            after=chunk.job,
+            target, source, step=self._recorder.step, param=plan.name, kind="state", after=chunk.job
         )
 
     def finish(self) -> None:

@@ -65,13 +65,11 @@ class Transport:
         to_device: copies updated weights, ahead of their first uses.
         down_ring: buffers that gradients are split into.
         up_ring: buffers that uploads arrive in, until they are merged into the weights.
-        workers: run the host updates.
         device_memory: of the engine, which may be given back: ``bring_back`` before a use.
         order: of calls on several streams; None where operators are complete when they return.
         exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
         files: the state in files; None without such state.
         weight_files: likewise, new weights in files. Its own memory: see ``planning.plan.weight_window_bytes``.
-        interrupted: an update was interrupted half-way.
     """
 
     to_host: CopyLane

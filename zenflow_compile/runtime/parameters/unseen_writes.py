@@ -52,12 +52,7 @@ def sample_of(weight: Tensor) -> Tensor:
 
 
 class SampledWeight:
-    """A weight that has a master.
-
-    Args:
-        name: for the error.
-        param: in the device's memory.
-        counter: its version counter.
+    """A weight that has a master. ``name``: for the error.
 
     Attributes:
         sample: view of the sampled elements.
@@ -91,12 +86,7 @@ class SampledWeight:
 
 
 class _Master(NamedTuple):
-    """What the owner of a weight's master tells.
-
-    Attributes:
-        exists: returns whether there is a master now; None: always.
-        compare: has the weight compared with it when that is used next.
-    """
+    """What the owner of a weight's master tells; see ``UnseenWrites.add``."""
 
     exists: Callable[[], bool] | None
     compare: Callable[[], None]
@@ -125,17 +115,13 @@ class _Group:
 
 
 class UnseenWrites:
-    """The samples of one engine's weights. Each weight is in the device's memory, and has a master, or will have.
-
-    Attributes:
-        frozen: weights that were frozen at the end of the last step.
-    """
+    """The samples of one engine's weights. Each weight is in the device's memory, and has a master, or will have."""
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
         self._device = device
         self._masters: dict[SampledWeight, _Master] = {}
         self._compared: list[SampledWeight] = []
-        self.frozen: list[SampledWeight] = []
+        self.frozen: list[SampledWeight] = []  # at the end of the last step
         self._groups: list[_Group] = []
         self._readback = Readback(1, device, recorder)
         self._readback.grow(len(_INTEGERS))
@@ -180,16 +166,14 @@ class UnseenWrites:
                 self._readback.cell(row, 0).copy_(group.changed_at())
             elif not torch.equal(group.now, group.kept):
                 errors.refuse_unseen_write(group.weight_at(float(group.changed_at())).name)
-        if self._device.streams is not None:
-            self._read_late()
-
-    def _read_late(self) -> None:
+        if self._device.streams is None:
+            return
         groups, reading = self._coming.popleft() if len(self._coming) == LAG else ([], None)
         found = {} if reading is None else reading.values()  # first: the next copy may overwrite what it reads
         self._coming.append((self._groups, self._readback.start()))
-        for (row, _), position in found.items():
-            if position:
-                errors.refuse_unseen_write(groups[row].weight_at(position).name)
+        for (number, _), at in found.items():
+            if at:
+                errors.refuse_unseen_write(groups[number].weight_at(at).name)
 
     def end_step(self) -> None:
         """Keep samples after the optimizer's own writes."""

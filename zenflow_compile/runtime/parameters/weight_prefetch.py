@@ -14,6 +14,7 @@ far as the ring of loaded weights has room for them besides what the forward nee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 from zenflow_compile.planning.weight_memory import GraphLoads
@@ -25,36 +26,28 @@ _READS_AHEAD = 32
 """Most loads to come that are looked through for weights to read, at each load: more do not fit into memory by far."""
 
 
+@dataclass(eq=False)
 class WeightPrefetch:
-    """Starts copies ahead of loads.
-
-    Args:
-        transport: has the ring that the copies end in, and the cache of weights in files.
-        weights: by index of the parameter.
-        apply_due: makes due updates of a parameter visible.
+    """Starts copies ahead of loads. ``weights``: by index of the parameter.
 
     Attributes:
         ring_bytes: of loaded weights.
         carried: weights that stay on the device for the backward that follows.
     """
 
-    def __init__(
-        self, transport: Transport, weights: Mapping[int, HostWeight], apply_due: Callable[[int], None]
-    ) -> None:
-        self._transport = transport
-        self._weights = weights
-        self._apply_due = apply_due
-        self._graphs: dict[int, GraphLoads] = {}
-        self._followed_by: dict[int, int] = {}
-        self._running: int | None = None
-        self._next = 0  # load of the running graph
-        self._stepped = False  # since the running graph began
-        self._staged: dict[int, Staged] = {}
-        self.ring_bytes = 0
-        self.carried: set[int] = set()
+    _transport: Transport
+    _weights: Mapping[int, HostWeight]
+    _apply_due: Callable[[int], None]
+    _graphs: dict[int, GraphLoads] = field(default_factory=dict)
+    _followed_by: dict[int, int] = field(default_factory=dict)
+    _running: int | None = None
+    _next: int = 0  # load of the running graph
+    _stepped: bool = False  # since the running graph began
+    _staged: dict[int, Staged] = field(default_factory=dict)
+    ring_bytes: int = 0
+    carried: set[int] = field(default_factory=set)
 
     def declare(self, graph: int, loads: GraphLoads) -> None:
-        """Note the loads of a compiled graph."""
         self._graphs[graph] = loads
 
     def begin(self, graph: int) -> set[int]:

@@ -29,14 +29,11 @@ class Weights:
     """The 2-D view of one parameter's weights, and what tells an external write from the engine's own.
 
     Attributes:
-        counter: the parameter's version counter, which other parameters may share.
         unverified: a state was loaded. Weights may be loaded before or after it, so they are compared with the masters
             at the first step, or at the first use while an update is in flight.
         flushed_at_load: that state was flushed into these weights while it was loaded: others cannot come after it.
-        home: the weight in host memory, if it may be there.
         guard: refuses accesses while an update is due that is not applied yet.
         can_be_guarded: it refuses those to this weight alone, because no other tensor is in the storage.
-        sample: by which writes that move no version are noticed; None without one.
     """
 
     def __init__(self, plan: ParamPlan, param: Parameter, counter: VersionCounter | None = None) -> None:

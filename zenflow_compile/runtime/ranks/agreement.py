@@ -84,11 +84,7 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
 
 
 def agreed(
-    ranks: RankGroup,
-    given: Options,
-    resolved: Options,
-    groups: Sequence[Mapping[str, Any]],
-    params: Sequence[Tensor],
+    ranks: RankGroup, given: Options, resolved: Options, groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor]
 ) -> Options:
     """Check that all ranks have the same model, options and versions. Returns rank 0's choice of measured options.
 
@@ -116,12 +112,10 @@ def agreed(
 
 
 def _describe(given: Options, groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dict[str, Any]:
-    options = {name: value for name, value in asdict(given).items() if name not in _OWN}
-    numbers = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     return {
         "versions of torch": torch.__version__,
-        "options": options,
-        "param groups": numbers,
+        "options": {name: value for name, value in asdict(given).items() if name not in _OWN},
+        "param groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
         "parameters": [(list(param.shape), str(param.dtype), param.requires_grad) for param in params],
         "weights": _checksums([param for param in params if not torch_private.is_dtensor(param)]),
     }

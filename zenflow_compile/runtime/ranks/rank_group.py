@@ -14,7 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from enum import IntEnum
+from enum import Enum
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -30,11 +30,7 @@ _T = TypeVar("_T")
 
 
 class RowLayout(NamedTuple):
-    """Where the blocks of parameters are in a row of ``elements`` elements; the same in each row.
-
-    Attributes:
-        offsets: of each parameter's block.
-    """
+    """Where the blocks of parameters are in a row of ``elements`` elements; the same in each row."""
 
     offsets: tuple[int, ...]
     elements: int
@@ -42,9 +38,7 @@ class RowLayout(NamedTuple):
     @classmethod
     def of(cls, sizes: Sequence[int]) -> RowLayout:
         """Put blocks of these sizes, in elements, behind each other."""
-        offsets = [0]
-        for size in sizes:
-            offsets.append(offsets[-1] + size)
+        offsets = [0, *itertools.accumulate(sizes)]
         return cls(tuple(offsets[:-1]), offsets[-1])
 
 
@@ -85,31 +79,21 @@ _ROOM = 1024
 _numbers = itertools.count()
 
 
-class Call(IntEnum):
+class Call(Enum):
     """The call that a message belongs to. Ranks that are in different calls would wait for each other forever."""
 
-    BUILD = 1
-    BACKWARD = 2
-    STEP = 3
-    DENSE = 4
-    STATE = 5
-    FLUSH = 6
-    CLOSE = 7
-    REPORT = 8
-    LOAD = 9
+    BUILD = "uses its optimizer for the first time"
+    BACKWARD = "ends a backward"
+    STEP = "calls step()"
+    DENSE = "reads the values of a gradient (its norm would be known)"
+    STATE = "calls state_dict()"
+    FLUSH = "calls flush()"
+    CLOSE = "calls close()"
+    REPORT = "reports on all ranks"
+    LOAD = "calls load_state_dict()"
 
-    def __str__(self) -> str:
-        return {
-            Call.BUILD: "uses its optimizer for the first time",
-            Call.BACKWARD: "ends a backward",
-            Call.STEP: "calls step()",
-            Call.DENSE: "reads the values of a gradient (its norm would be known)",
-            Call.STATE: "calls state_dict()",
-            Call.FLUSH: "calls flush()",
-            Call.CLOSE: "calls close()",
-            Call.REPORT: "reports on all ranks",
-            Call.LOAD: "calls load_state_dict()",
-        }[self]
+
+_CALLS = list(Call)
 
 
 class RankError(RuntimeError):
@@ -117,12 +101,7 @@ class RankError(RuntimeError):
 
 
 class Pending(NamedTuple):
-    """A collective under way.
-
-    Attributes:
-        result: valid after ``wait``.
-        finish: called once behind the wait.
-    """
+    """A collective under way. ``result`` is valid after ``wait``, behind which ``finish`` is called once."""
 
     work: dist.Work
     result: Tensor
@@ -137,9 +116,6 @@ class Pending(NamedTuple):
 
     def wait(self, what: str) -> Tensor:
         """The result. The host waits only where operators are complete when they return.
-
-        Args:
-            what: for the error: what the collective is for.
 
         Raises:
             RankError: another rank failed or is gone.
@@ -163,9 +139,7 @@ class RankGroup:
         rank: of this process; size: number of ranks; both among those of ``group``, which exchange tensors.
         message_rank, message_size: the same among those that exchange messages: of all replicas.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
-        step: for errors: the number of the optimizer step.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
-        recorder: records collectives, and waits of the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, replicated: Sequence[int] | None = None) -> None:
@@ -199,7 +173,7 @@ class RankGroup:
 
         Ranks add up in their order on the CPU, and in fp32.
         """
-        self._count("reduce_scatter", packed)
+        self.recorder.sent("reduce_scatter", packed.nbytes)
         if packed.device.type != "cpu":
             out = torch.empty_like(packed[0])
             return Pending(torch_private.start_reduce_scatter(out, packed, self._data), out, self, (packed,))
@@ -219,7 +193,7 @@ class RankGroup:
 
     def all_gather(self, block: Tensor) -> Pending:
         """Start to gather ``block`` [n] of each rank: [ranks, n]."""
-        self._count("all_gather", block)
+        self.recorder.sent("all_gather", block.nbytes)
         out = torch.empty((self.size, *block.shape), dtype=block.dtype, device=block.device)
         if block.device.type == "cpu":
             # gloo's own takes more than twice the time of the same bytes sent directly.
@@ -232,7 +206,7 @@ class RankGroup:
 
     def all_reduce(self, values: Tensor, *, mean: bool = False) -> Pending:
         """Start the sum of ``values`` over ranks, or their mean, in place."""
-        self._count("all_reduce", values)
+        self.recorder.sent("all_reduce", values.nbytes)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         work = dist.all_reduce(values, op=op, group=self._data, async_op=True)
         assert work is not None
@@ -241,7 +215,7 @@ class RankGroup:
     def gather_on_host(self, values: Tensor, what: str) -> list[Tensor]:
         """Gather tensors of one shape in host memory, by rank; the host waits for it."""
         sent = values.contiguous().reshape(-1).view(torch.uint8)
-        self._count("state", sent)
+        self.recorder.sent("state", sent.nbytes)
         out = torch.empty((self.message_size, len(sent)), dtype=torch.uint8, device="cpu")
         if len(sent):
             self._wait(torch_private.start_all_gather(out.view(-1), sent, self._messages), what, polls=True)
@@ -262,12 +236,12 @@ class RankGroup:
         assert len(content) <= self._room, "the messages of ranks have one length"
         if self.failed:
             raise RankError("a rank of this process group has failed before; start all ranks again")
-        header = bytes([call]) + self.step.to_bytes(8, "little")
+        header = bytes([_CALLS.index(call)]) + self.step.to_bytes(8, "little")
         message = torch.frombuffer(bytearray((header + content).ljust(self._room + _HEADER, b"\0")), dtype=torch.uint8)
         out = torch.empty((self.message_size, len(message)), dtype=torch.uint8, device="cpu")
-        self._count("message", message)
+        self.recorder.sent("message", message.nbytes)
         work = torch_private.start_all_gather(out.view(-1), message, self._messages)
-        self._wait(work, f"a message of the others, while it {call}", polls=True)
+        self._wait(work, f"a message of the others, while it {call.value}", polls=True)
         rows = [bytes(row.tolist()) for row in out]
         for rank, row in enumerate(rows):
             if row[:_HEADER] != header:
@@ -289,10 +263,10 @@ class RankGroup:
 
     def _refuse_other_call(self, call: Call, rank: int, other: bytes) -> None:
         step = int.from_bytes(other[1:9], "little")
-        theirs = str(Call(other[0])) if other[0] in set(Call) else "does something else"
+        theirs = _CALLS[other[0]].value if other[0] < len(_CALLS) else "does something else"
         raise self.failure(
-            f"rank {self.message_rank} {call} in step {self.step}, and rank {rank} {theirs} in step {step}; with a "
-            "process_group every rank makes the same calls: backward(), step(), state_dict(), and reads of a "
+            f"rank {self.message_rank} {call.value} in step {self.step}, and rank {rank} {theirs} in step {step}; with "
+            "a process_group every rank makes the same calls: backward(), step(), state_dict(), and reads of a "
             "gradient's values"
         )
 
@@ -350,9 +324,6 @@ class RankGroup:
                 self._raise_failure_of_others()
             if now - begin > _SPIN_SECONDS:
                 time.sleep(_SLEEP_SECONDS)
-
-    def _count(self, name: str, values: Tensor) -> None:
-        self.recorder.sent(name, values.nbytes)
 
     def close(self) -> None:
         """Give the process groups back. Idempotent."""
