@@ -30,10 +30,10 @@ from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.nvme import cache as nvme_cache
-from zenflow_compile.runtime.nvme import state_file, transfers
+from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk, chunk_bytes
-from zenflow_compile.runtime.nvme.scratch_files import FILE_THREADS
+from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk, chunk_bytes, make_transfer
+from zenflow_compile.runtime.nvme.state_file import FILE_THREADS
 from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
@@ -187,7 +187,7 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pyte
 @contextmanager
 def full_after(calls: int) -> Iterator[None]:
     """Let the system refuse writes to files after ``calls`` more of them were queued."""
-    left, make = [calls], transfers.make_transfer
+    left, make = [calls], make_transfer
 
     with ExitStack() as full, pytest.MonkeyPatch.context() as patch:
 

@@ -14,9 +14,8 @@ from zenflow_compile.native.library import library
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme import state_file
-from zenflow_compile.runtime.nvme.chunk import STATE, Chunk
+from zenflow_compile.runtime.nvme.chunk import STATE, Chunk, make_transfer
 from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory, StateFileError
-from zenflow_compile.runtime.nvme.transfers import make_transfer
 from zenflow_compile.runtime.recorder import Recorder
 
 

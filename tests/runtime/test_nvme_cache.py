@@ -23,8 +23,7 @@ from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
 from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache, cache_bytes
 from zenflow_compile.runtime.nvme.chunk import chunk_bytes
-from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
-from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, StateFileError
+from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, ScratchFiles, StateFileError
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import State

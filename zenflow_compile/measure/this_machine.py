@@ -24,8 +24,7 @@ from zenflow_compile.runtime.host.arena import HostArena, available_host_memory
 from zenflow_compile.runtime.host.cores import physical_cores
 from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.workers import Workers
-from zenflow_compile.runtime.nvme.scratch_files import FILE_THREADS
-from zenflow_compile.runtime.nvme.state_file import PIECE_BYTES, ScratchDirectory
+from zenflow_compile.runtime.nvme.state_file import FILE_THREADS, PIECE_BYTES, ScratchDirectory
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes, worker_cores
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.min_window import host_rate

@@ -25,8 +25,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     plan_entry,
     planned,
 )
-from zenflow_compile.runtime.checkpoint.resharding import reshard
-from zenflow_compile.runtime.checkpoint.shares import local_entry
+from zenflow_compile.runtime.checkpoint.shares import local_entry, reshard
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
 from zenflow_compile.runtime.sharding import LocalShard

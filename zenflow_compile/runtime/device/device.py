@@ -79,8 +79,7 @@ class Streams(ABC):
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         """Make ``stream`` write the 32-bit ``value`` to host memory at ``address`` after all earlier work in it.
 
-        Raises:
-            RuntimeError: the driver refuses.
+        Raises ``RuntimeError`` if the driver refuses, as ``write_by_host`` and ``wait_value`` do.
         """
 
     @abstractmethod
@@ -89,11 +88,7 @@ class Streams(ABC):
 
     @abstractmethod
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """Make ``stream`` wait until the 32-bit number at ``address`` reaches ``value``, modulo 2**32.
-
-        Raises:
-            RuntimeError: the driver refuses.
-        """
+        """Make ``stream`` wait until the 32-bit number at ``address`` reaches ``value``, modulo 2**32."""
 
     @abstractmethod
     def reference(self) -> tuple[DeviceEvent, int]:

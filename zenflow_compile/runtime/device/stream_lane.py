@@ -52,8 +52,7 @@ class StreamTicket:
     def gate(self) -> Gate:
         return Gate(self._flag.address, self._flag.value, COUNTER)
 
-    def settled_gate(self) -> Gate:
-        return self.gate()  # the device reports a failed copy itself
+    settled_gate = gate  # the device reports a failed copy itself
 
     @property
     def is_settled(self) -> bool:

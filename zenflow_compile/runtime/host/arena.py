@@ -43,11 +43,8 @@ _MEMORY_FILES = {
 def require_host_memory(needed_bytes: int, remedies: str, processes: int = 1) -> None:
     """Refuse a plan that does not fit, before anything is allocated.
 
-    Linux maps more memory than there is, and kills a process that later touches too much of it.
-
-    Args:
-        remedies: settings that need less; see ``errors.less_host_memory``.
-        processes: on this machine that are about to allocate as much.
+    Linux maps more memory than there is, and kills a process that later touches too much of it. ``processes`` on this
+    machine are about to allocate as much; ``remedies`` need less.
 
     Raises:
         ValueError: more is needed than is available to this process; says how much, and which settings help.

@@ -11,11 +11,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def groups_of(controller: str, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Iterator[tuple[Path, int]]:
-    """Yield the directories of the groups that limit ``controller`` ("cpu", "memory"), this process's own first.
-
-    Returns:
-        Pairs of a directory and the version of its hierarchy, 1 or 2.
-    """
+    """Yield the groups that limit ``controller``, own first: the directory, and the hierarchy's version, 1 or 2."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)

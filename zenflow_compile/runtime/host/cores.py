@@ -85,9 +85,7 @@ def choose_cores(cores: Sequence[Core], count: int, in_use: Mapping[int, int]) -
     """Choose logical cores for ``count`` workers: those with the fewest workers, spread over all NUMA nodes.
 
     The last cores come first, since the scheduler and users who pin by hand tend to begin with the first ones.
-
-    Args:
-        in_use: number of other engines' workers of this process, by logical core.
+    ``in_use``: number of other engines' workers of this process, by logical core.
     """
     seen: dict[int, int] = {}
     rank: dict[int, tuple[int, int, int]] = {}

@@ -155,11 +155,7 @@ class HostAdam:
 def put_numbers(
     window: UpdateWindow, coefficients: Sequence[StepCoefficients], *, step: int, eps: float
 ) -> tuple[ctypes.Array[Step], list[LateScale]]:
-    """Put all numbers but late ones into ``window``.
-
-    Returns:
-        The step of each gradient, and the scales that are still to be written there.
-    """
+    """Put all numbers but late ones into ``window``. Returns the steps, and the scales that are to be written there."""
     late: list[LateScale] = []
     # Each number is computed in double precision, and rounded to fp32 where it is stored.
     steps = (Step * len(coefficients))()

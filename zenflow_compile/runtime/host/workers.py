@@ -338,11 +338,7 @@ class Workers:
             refuse_threads(RuntimeError(os.strerror(error)))
 
     def withdraw(self, jobs: Iterable[Job], interrupt: BaseException | None = None) -> None:
-        """Abort those of ``jobs`` that an interrupt kept from being queued: no worker would run them.
-
-        Args:
-            interrupt: the error of these jobs is chained to it; None if it is not known.
-        """
+        """Abort those of ``jobs`` that ``interrupt``, None if it is not known, kept from being queued."""
         for job in jobs:
             if not (job.memory.queued or job.is_set):
                 self._failed = True

@@ -41,10 +41,16 @@ from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.state_store import Waits
 from zenflow_compile.runtime.host.workers import Job
-from zenflow_compile.runtime.nvme.chunk import STATE, CacheSpan, Chunk, Content, chunk_bytes, weight_chunk_bytes
-from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
-from zenflow_compile.runtime.nvme.state_file import StateFileError, whole_pages
-from zenflow_compile.runtime.nvme.transfers import make_transfer
+from zenflow_compile.runtime.nvme.chunk import (
+    STATE,
+    CacheSpan,
+    Chunk,
+    Content,
+    chunk_bytes,
+    make_transfer,
+    weight_chunk_bytes,
+)
+from zenflow_compile.runtime.nvme.state_file import ScratchFiles, StateFileError, whole_pages
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import State
 
@@ -302,11 +308,7 @@ class NvmeCache:
                 self._write(chunk, step=step, deadline=_FIRST)
 
     def read_ahead(self, order: Iterable[Chunk] | None = None) -> None:
-        """Read the chunks that are needed next into the memory that comes free next.
-
-        Args:
-            order: of their uses. None: that of the next optimizer steps, when all jobs of this one are queued.
-        """
+        """Read chunks ahead, in ``order`` of use. None: that of the next steps, when this one's jobs are queued."""
         self._withdraw()
         homes = self._layout.homes
         ahead: list[CacheSpan] = []

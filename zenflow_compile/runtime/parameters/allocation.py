@@ -38,33 +38,13 @@ from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache
 from zenflow_compile.runtime.nvme.chunk import WEIGHTS
-from zenflow_compile.runtime.nvme.scratch_files import ScratchFiles
-from zenflow_compile.runtime.parameters.capacity import (
-    nvme_cache_bytes,
-    worker_cores,
-)
+from zenflow_compile.runtime.nvme.state_file import ScratchFiles
+from zenflow_compile.runtime.parameters.capacity import nvme_cache_bytes, worker_cores
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.parameters.transport import StreamOrder, Transport
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import State
-
-
-class PooledBuffer(NamedTuple):
-    """A gradient buffer of a parameter.
-
-    Attributes:
-        param: index of the parameter.
-        number: of the buffer, by which the parameter knows it.
-    """
-
-    param: int
-    number: int
-
-
-def pooled_buffers(params: Sequence[ParamPlan]) -> list[PooledBuffer]:
-    """The buffers of parameters of one pool, in the order of its packing."""
-    return [PooledBuffer(param.index, number) for param in params for number in range(param.gradient_buffers)]
 
 
 def pools_arena_bytes(params: Sequence[ParamPlan]) -> int:
@@ -92,22 +72,17 @@ def _view(memory: Tensor, offset: int, param: ParamPlan) -> Tensor:
 def connect(hosts: Mapping[int, HostState]) -> None:
     """Tell each of ``hosts``, by index of its parameter, which buffers of others have memory of its own buffers."""
     for pool in pools_of(host.plan for host in hosts.values()):
-        buffers = pooled_buffers(pool)
+        buffers = [(param.index, number) for param in pool for number in range(param.gradient_buffers)]
         # No references: the arena's memory is given back with its last tensor, and not when cycles are collected.
         known = {param.index: weakref.ref(hosts[param.index]) for param in pool}
         together = overlaps([each for param in pool for each in param.lifetimes], pool_packing(pool))
         for (index, number), others in zip(buffers, together, strict=True):
-            hosts[index].sharers[number] = [(known[buffers[other].param], buffers[other].number) for other in others]
+            sharing = (buffers[other] for other in others)
+            hosts[index].sharers[number] = [(known[their_index], their_number) for their_index, their_number in sharing]
 
 
 class Allocated(NamedTuple):
-    """Memory of further parameters.
-
-    Attributes:
-        arena: their host memory.
-        hosts: host state of the offloaded ones, by index.
-        subgroups: of the streamed ones.
-    """
+    """Memory of further parameters; ``hosts``: host state of the offloaded ones, by index."""
 
     arena: HostArena
     hosts: dict[int, HostState]
@@ -125,8 +100,6 @@ class EngineMemory:
     """Allocates what the parameters of one engine use, and frees it.
 
     Attributes:
-        transport: copy lanes, staging rings and workers.
-        streamed: state that is streamed through the device.
         kernels: host optimizers, by dtype and update interval.
     """
 
@@ -159,12 +132,7 @@ class EngineMemory:
         self._arenas: list[HostArena] = []
 
     def allocate(self, plan: Plan, new: Sequence[ParamPlan], params: Sequence[Parameter], undo: ExitStack) -> Allocated:
-        """Allocate memory for the last parameters of ``plan``. ``keep`` the result, or close ``undo``.
-
-        Args:
-            new: the last plans of ``plan``.
-            params: of ``new``, in their order.
-            undo: frees what is not memory.
+        """Allocate for ``params``, whose plans are ``new``, the last of ``plan``. ``keep`` it, or close ``undo``.
 
         Raises:
             ValueError: ``nvme_path`` cannot hold the state.
@@ -215,9 +183,8 @@ class EngineMemory:
         staged = [param for param in plan.params if param.offloaded]
         self.transport.up_ring.fit(max((param.upload_bytes for param in staged), default=0))
         # A pending gradient is not copied through the ring.
-        self.transport.down_ring.fit(
-            max((param.upload_bytes for param in staged if not param.keeps_gradient), default=0)
-        )
+        copied = [param.upload_bytes for param in staged if not param.keeps_gradient]
+        self.transport.down_ring.fit(max(copied, default=0))
         if self.transport.exchange is not None:
             self.transport.exchange.fit(plan.exchange_buffer_bytes)
         self.streamed.fit(subgroups)
@@ -315,8 +282,8 @@ class EngineMemory:
 
     def list_memory(self, found: MemoryList) -> None:
         """Add the device's memory of rings, buffers and streamed state; no exchange may be in flight."""
-        for ring in (self.transport.down_ring, self.transport.up_ring):
-            ring.list_memory(found)
+        self.transport.down_ring.list_memory(found)
+        self.transport.up_ring.list_memory(found)
         if self.transport.exchange is not None:
             self.transport.exchange.list_memory(found)
         self.streamed.list_memory(found)
@@ -330,13 +297,13 @@ class EngineMemory:
         self.streamed.abandon()
         if self.transport.exchange is not None:
             self.transport.exchange.abandon()
-        for ring in (self.transport.down_ring, self.transport.up_ring):
-            ring.settle()
+        self.transport.down_ring.settle()
+        self.transport.up_ring.settle()
 
     def enter_child(self) -> None:
         """Close the parent's files in a forked child."""
         if self.transport.files is not None:
-            self.transport.files.files.close_in_child()
+            self.transport.files.files.directory.close_in_child()
 
     def stop_threads(self) -> None:
         """Stop workers and lanes, each of them even if another one raises. Idempotent."""

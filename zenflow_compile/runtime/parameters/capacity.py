@@ -35,11 +35,11 @@ def checked_plan(
     exchanges: bool = False,
     processes: int = 1,
 ) -> Plan:
-    """Extend ``plan`` by further parameters, and check that the machine can hold them. Allocates nothing.
+    """Extend ``plan`` by ``new`` parameters, the last of ``params``, and check that the machine can hold them.
+
+    Allocates nothing.
 
     Args:
-        params: all parameters, the new ones last.
-        new: (name, parameter) pairs of the new ones.
         allocated: number of parameters whose memory is allocated already.
         freed: host memory that is in use now, and freed before this plan allocates.
         caches: host memory that the caches of files have already.
@@ -65,7 +65,6 @@ def checked_plan(
 
 
 def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:
-    """Describe parameters to the planner."""
     return [
         ParamSpec(name, tuple(given(p).shape), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p))
         for name, p in named

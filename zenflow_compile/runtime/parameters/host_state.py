@@ -295,11 +295,7 @@ class HostState:
         return index, self.gradients[index]
 
     def flush_window(self, *, at: int, eps: float, deadline: int) -> FlushedWindow:
-        """Flush the update window, which must hold a gradient; the job is not submitted yet.
-
-        Args:
-            at: the optimizer step that flushes it, from 0.
-        """
+        """Flush the update window, which must hold a gradient, in step ``at``, from 0. The job is not submitted yet."""
         buffers, self.open = self.open, []
         self.taken += len(buffers)
         place = buffers[-1].index if self.plan.in_place else None

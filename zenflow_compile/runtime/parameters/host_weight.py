@@ -21,7 +21,7 @@ buffers may be in a file: then a load reads its buffer first, if it is not in me
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -169,11 +169,6 @@ class HostWeight:
     def replaced(self) -> bool:
         """Whether the parameter has other memory than at the last look (``param.data = ...``)."""
         return storage_identity(self.param.untyped_storage()) != self._storage
-
-    def is_read_by(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether these tensors have the parameter's memory: are the parameter, or views of it."""
-        own = storage_identity(self.param.untyped_storage())
-        return all(storage_identity(each.untyped_storage()) == own for each in inputs)
 
     def is_on_device(self) -> bool:
         """Whether the device has the values, also in memory that other code gave the parameter."""
@@ -520,11 +515,7 @@ class HostWeight:
     # What the optimizer reads and writes.
 
     def put_into_slices(self) -> bool:
-        """Have the upload buffer and the masters hold the values, if the masters agree with them.
-
-        Returns:
-            Whether they do. Not if the device alone has the values, or an update is on its way in every buffer.
-        """
+        """Have the upload buffer and masters hold the values. False: only the device has them, or no buffer is free."""
         at_rest = self.place is Place.WHOLE and not self.is_on_device()
         if at_rest and self._states is not None and self._states.host.free_upload() is not None:
             assert self._whole is not None

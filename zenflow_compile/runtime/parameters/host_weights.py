@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
@@ -32,7 +32,7 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.shared_memory import overlapping
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
-from zenflow_compile.runtime.parameters.weight_sync import Weights
+from zenflow_compile.torch_internals.torch_private import storage_identity
 
 RESERVE = 20  # one of so many parts of the limit stays free: later steps differ, and allocators round up
 _MEASURED = 3  # the optimizer step that begins behind a measured one: the first compiles, the second makes buffers
@@ -58,7 +58,11 @@ class WeightRoom:
         check_room(device)
         self._device = device
         self._steps = 0
-        self.limit_bytes = _usable_bytes(device)
+        device.reset_peak()  # the peak is what is allocated now
+        free, allocated = device.free_bytes(), device.peak_bytes()
+        assert free is not None
+        assert allocated is not None
+        self.limit_bytes = free + device.unused_bytes() + allocated
 
     def restart(self) -> None:
         """Measure again: there are other weights."""
@@ -97,49 +101,33 @@ def check_room(device: Device) -> None:
         )
 
 
-def _usable_bytes(device: Device) -> int:
-    device.reset_peak()  # the peak is what is allocated now
-    free, allocated = device.free_bytes(), device.peak_bytes()
-    assert free is not None
-    assert allocated is not None
-    return free + device.unused_bytes() + allocated
-
-
+@dataclass(eq=False)
 class NewWeights:
     """Parameters whose weights are about to be offloaded.
 
     Attributes:
         offloaded: their plans, by index.
         kept: why others stay on the device, by index.
-        weights: those that were made.
+        weights: those that were made, by index.
         shapes: of all parameters of the plan.
         arena: host memory of those without host state.
     """
 
-    def __init__(self, transport: Transport, note: Callable[[int], None]) -> None:
-        self.offloaded: dict[int, ParamPlan] = {}
-        self.kept: dict[int, str] = {}
-        self.weights: dict[int, HostWeight] = {}
-        self.ring_bytes = 0
-        self.shapes: list[tuple[int, ...]] = []
-        self.arena: HostArena | None = None
-        self._transport = transport
-        self._note = note
+    _transport: Transport
+    _note: Callable[[int], None]
+    offloaded: dict[int, ParamPlan] = field(default_factory=dict)
+    kept: dict[int, str] = field(default_factory=dict)
+    weights: dict[int, HostWeight] = field(default_factory=dict)
+    ring_bytes: int = 0
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    arena: HostArena | None = None
 
     def make(
-        self,
-        index: int,
-        param: Parameter,
-        counter: VersionCounter,
-        on_host: OffloadedParam | None,
-        *,
-        unloaded: bool,
+        self, index: int, param: Parameter, counter: VersionCounter, on_host: OffloadedParam | None, *, unloaded: bool
     ) -> None:
         """Make the weight of a parameter, if it is one of these.
 
-        Args:
-            on_host: the parameter, if it has host state.
-            unloaded: begin with the values in host memory alone.
+        ``on_host``: the parameter, if it has host state. ``unloaded``: it begins with the values in host memory alone.
         """
         if (plan := self.offloaded.get(index)) is None:
             return
@@ -148,9 +136,9 @@ class NewWeights:
         weight = self.weights[index] = HostWeight(plan, param, counter, self._transport, whole, self._note)
         self._note(weight.nbytes)
         if on_host is not None:
-            written_by_others = partial(_written_by_others, on_host.weights)
-            weight.attach(SliceStates(on_host.host, on_host.device, written_by_others))
-            on_host.weights.home = weight
+            weights = on_host.weights
+            weight.attach(SliceStates(on_host.host, on_host.device, lambda: weights.written_by_others))
+            weights.home = weight
         if unloaded:
             weight.served = True
             weight.unload()
@@ -176,15 +164,12 @@ class HostWeights:
     Args:
         option: ``offload_weights``; False: there are none.
         apply_due: makes due updates of a parameter visible, by index.
-        room: measures the memory for kept weights; None unless ``offload_weights="auto"``.
 
     Attributes:
-        weights: by index in the plan.
         kept: why a weight stays on the device all the time, by index.
         ring_bytes: of loaded weights.
         loaded_bytes: of weights that may be unloaded, now; peak_bytes: at most since the last optimizer step began.
-        held_bytes: of those that are held, since then.
-        loads: since then.
+        held_bytes: of those that are held, since then; loads: since then.
         room: as given.
     """
 
@@ -211,16 +196,11 @@ class HostWeights:
         self._arenas: list[HostArena] = []
 
     def decide(
-        self,
-        plan: Plan,
-        new: Sequence[tuple[ParamPlan, Parameter, VersionCounter]],
-        hosts: Container[int],
+        self, plan: Plan, new: Sequence[tuple[ParamPlan, Parameter, VersionCounter]], hosts: Container[int]
     ) -> NewWeights:
         """Decide which of the ``new`` parameters are offloaded: those that can be, and that the budget does not keep.
 
-        Args:
-            plan: of all parameters.
-            hosts: indices of those with host state.
+        ``plan`` is of all parameters, and ``hosts`` has the indices of those with host state.
 
         Raises:
             ValueError: see ``weight_budget``.
@@ -314,17 +294,15 @@ class HostWeights:
                     weight.unload()
 
     def load(self, p: int, inputs: Sequence[Tensor]) -> None:
-        """Load a weight, unless the device has it.
-
-        Args:
-            inputs: what a graph reads.
+        """Load a weight, unless the device has it. ``inputs``: what a graph reads.
 
         Raises:
             RuntimeError: these tensors have other memory than the parameter.
         """
         if (weight := self.weights.get(p)) is None:
             return
-        if not weight.is_read_by(inputs):
+        own = storage_identity(weight.param.untyped_storage())
+        if any(storage_identity(each.untyped_storage()) != own for each in inputs):
             raise RuntimeError(
                 f"the compiled graph reads a copy of {weight.plan.name}, which is in host memory; please report this, "
                 "and train with offload_weights=False until then"
@@ -350,8 +328,7 @@ class HostWeights:
     def hold(self, ps: Iterable[int] | None = None, *, to_write: bool = False) -> None:
         """Load weights for code that does not unload them, until the next optimizer step. None: all.
 
-        Args:
-            to_write: that code overwrites them: lost ones do not raise.
+        ``to_write``: that code overwrites them, so that lost ones do not raise.
         """
         for p in self.weights if ps is None else ps:
             if (weight := self.weights.get(p)) is not None:
@@ -489,10 +466,6 @@ class HostWeights:
         """Free the host memory, behind ``restore``. Idempotent."""
         for arena in self._arenas:
             arena.close()
-
-
-def _written_by_others(weights: Weights) -> bool:
-    return weights.written_by_others
 
 
 def _refusal(plan: ParamPlan, param: Parameter, counter: VersionCounter) -> str | None:

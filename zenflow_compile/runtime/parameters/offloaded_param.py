@@ -744,11 +744,7 @@ class OffloadedParam(IncomingGradient):
             self.pending.slices_changed(before.deferred != device.selection.deferred)
 
     def _exchange_now(self, change: Reselection, weights: UploadBuffer | None) -> None:
-        """Move the state of slices that change sides, in the calling thread.
-
-        Args:
-            weights: in the order of the host's state; they get the masters of slices that enter it.
-        """
+        """Move state of slices that change sides in the calling thread, and new masters into ``weights``."""
         # A job of this parameter may still update the rows that change sides.
         self.host.wait()
         if weights is not None and self.host.applied is not None:

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.torch_internals.torch_private import address
-
-
-class _Extent(NamedTuple):
-    """Addresses from the first byte of a parameter to the end of its last element."""
-
-    begin: int
-    end: int
-    position: int
 
 
 def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None:
@@ -41,21 +32,22 @@ def refuse_overlap(plans: Sequence[ParamPlan], params: Sequence[Tensor]) -> None
 def overlapping(params: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield positions of two parameters that have a byte in common, for each such pair."""
     # One pass over the extents in the order of ``begin``.
-    open_extents: list[_Extent] = []
-    for extent in sorted(_extents(params)):
-        open_extents = [each for each in open_extents if each.end > extent.begin]
-        for each in open_extents:
-            if _overlap(params[each.position], params[extent.position]):
-                yield each.position, extent.position
-        open_extents.append(extent)
+    open_extents: list[tuple[int, int, int]] = []
+    for begin, end, position in sorted(_extents(params)):
+        open_extents = [each for each in open_extents if each[1] > begin]
+        for _, _, other in open_extents:
+            if _overlap(params[other], params[position]):
+                yield other, position
+        open_extents.append((begin, end, position))
 
 
-def _extents(params: Sequence[Tensor]) -> Iterator[_Extent]:
+def _extents(params: Sequence[Tensor]) -> Iterator[tuple[int, int, int]]:
+    """Addresses from the first byte of each parameter to the end of its last element, and its position."""
     for index, param in enumerate(params):
         begin = address(param) if param.numel() else 0  # a weight in host memory has none
         if begin:
             last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-            yield _Extent(begin, begin + (last + 1) * param.element_size(), index)
+            yield begin, begin + (last + 1) * param.element_size(), index
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -66,7 +58,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     begin = min(one.data_ptr(), other.data_ptr())
     sizes = one.element_size(), other.element_size()
     unit = math.gcd(*sizes, one.data_ptr() - begin, other.data_ptr() - begin)
-    units = max(extent.end for extent in _extents((one, other))) - begin
+    units = max(end for _, end, _ in _extents((one, other))) - begin
     mask = torch.zeros(units // unit, dtype=torch.bool, device="cpu")
     _through(mask, one, begin, unit).fill_(True)
     return bool(_through(mask, other, begin, unit).any())

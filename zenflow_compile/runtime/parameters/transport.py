@@ -68,8 +68,8 @@ class Transport:
         device_memory: of the engine, which may be given back: ``bring_back`` before a use.
         order: of calls on several streams; None where operators are complete when they return.
         exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
-        files: the state in files; None without such state.
-        weight_files: likewise, new weights in files. Its own memory: see ``planning.plan.weight_window_bytes``.
+        files, weight_files: state, and new weights, in files, each with its own memory: see
+            ``planning.plan.weight_window_bytes``. None without such.
     """
 
     to_host: CopyLane

@@ -182,13 +182,10 @@ class UnseenWrites:
             each for each, master in self._masters.items()
             if each.param.requires_grad and (master.exists is None or master.exists())
         ]  # fmt: skip
-        if compared != self._compared:
-            self._regroup(compared)
+        if compared == self._compared:
+            for group in self._groups:
+                torch.cat(group.samples, out=group.kept)
             return
-        for group in self._groups:
-            torch.cat(group.samples, out=group.kept)
-
-    def _regroup(self, compared: list[SampledWeight]) -> None:
         for weight in self._compared:
             weight.kept = None
         by_size: dict[int, list[SampledWeight]] = {}

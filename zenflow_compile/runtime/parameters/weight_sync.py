@@ -134,10 +134,8 @@ class Weights:
     def expect(self, shown: Tensor | None, *, flushed_at_load: bool) -> None:
         """Compare weights and masters when they are used next: weights and state may be loaded in any order.
 
-        Args:
-            shown: the deferred weights, [deferred, length] on the host, if an update that is not applied yet leaves
-                them behind their masters.
-            flushed_at_load: see the attribute.
+        ``shown``: the deferred weights, [deferred, length] on the host, if an update that is not applied yet leaves
+        them behind their masters.
         """
         self.unverified, self.flushed_at_load, self._shown = True, flushed_at_load, shown
 
@@ -162,13 +160,10 @@ class Weights:
         self.can_be_guarded = isinstance(param, LocalShard) or param.untyped_storage().nbytes() <= param.nbytes
 
     def reseed(self, device: DeviceState, host: HostState) -> bool:
-        """Overwrite the masters of both sides where their cast differs from the weights.
+        """Overwrite the masters of both sides where their cast differs from the weights. Returns whether any was.
 
         A master whose cast equals the weight is kept, so that loading a checkpoint's weights before or after its
         optimizer state loses no precision.
-
-        Returns:
-            Whether any master was overwritten.
         """
         selection = device.selection
         self._shown = None
