@@ -26,9 +26,8 @@ def has_bindings() -> bool:
 
 def write_value(stream: int, address: int, value: int) -> None:
     """``cuStreamWriteValue32``: the stream writes ``value`` to ``address`` after all earlier work in it."""
-    driver = _driver()
-    default = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-    _check("cuStreamWriteValue32", driver.cuStreamWriteValue32(stream, address, value, default))
+    default = _driver().CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+    _call("cuStreamWriteValue32", stream, address, value, default)
 
 
 def write_by_host(stream: int, address: int, value: int) -> None:
@@ -46,9 +45,8 @@ def _launch_host_func() -> ctypes.c_void_p:
 
 def wait_value(stream: int, address: int, value: int) -> None:
     """``cuStreamWaitValue32``: the stream waits until the number at ``address`` reaches ``value``, modulo 2**32."""
-    driver = _driver()
-    beyond = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-    _check("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream, address, value, beyond))
+    beyond = _driver().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    _call("cuStreamWaitValue32", stream, address, value, beyond)
 
 
 def create_stream(priority: int) -> int:
@@ -56,19 +54,13 @@ def create_stream(priority: int) -> int:
 
     Returns the handle. The stream lives as long as the process.
     """
-    driver = _driver()
-    not_blocking = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-    result = driver.cuStreamCreateWithPriority(not_blocking, priority)
-    _check("cuStreamCreateWithPriority", result)
-    return int(result[1])
+    not_blocking = _driver().CUstream_flags.CU_STREAM_NON_BLOCKING
+    return int(_call("cuStreamCreateWithPriority", not_blocking, priority)[1])
 
 
 def host_alloc(size_bytes: int) -> int:
     """``cuMemHostAlloc``: the address of page-locked host memory of exactly this size, for every device."""
-    driver = _driver()
-    result = driver.cuMemHostAlloc(size_bytes, driver.CU_MEMHOSTALLOC_PORTABLE)
-    _check("cuMemHostAlloc", result)
-    return int(result[1])
+    return int(_call("cuMemHostAlloc", size_bytes, _driver().CU_MEMHOSTALLOC_PORTABLE)[1])
 
 
 def host_free(address: int) -> None:
@@ -82,7 +74,9 @@ def _driver() -> Any:
     return driver
 
 
-def _check(call: str, result: Any) -> None:
+def _call(name: str, *arguments: Any) -> Any:
+    result = getattr(_driver(), name)(*arguments)
     error = result[0] if isinstance(result, tuple) else result
     if int(error) != 0:
-        raise RuntimeError(f"{call}: {error}")
+        raise RuntimeError(f"{name}: {error}")
+    return result

@@ -106,8 +106,19 @@ class ThreadLane:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if self._thread is None:
-            self._start()
+        if self._thread is not None:
+            return
+        # A new queue: a thread whose start was interrupted may run, and must not take copies from the next one.
+        items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, args=(items,), name=f"zenflow-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            refuse_threads(error)
+        except BaseException:
+            items.put(None)  # ends a thread that runs after an interrupt
+            raise
+        self._queue, self._thread = items, thread
 
     def submit(
         self,
@@ -166,19 +177,6 @@ class ThreadLane:
         if self._thread is None:  # it has ended by an error since, and may have emptied the queue before
             _fail_all(self._queue, RuntimeError("the thread that makes copies has ended"))
         return ticket
-
-    def _start(self) -> None:
-        # A new queue: a thread whose start was interrupted may run, and must not take copies from the next one.
-        items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._run, args=(items,), name=f"zenflow-{self._name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            refuse_threads(error)
-        except BaseException:
-            items.put(None)  # ends a thread that runs after an interrupt
-            raise
-        self._queue, self._thread = items, thread
 
     def _run(self, items: queue.SimpleQueue[tuple[_Copy, ThreadTicket] | None]) -> None:
         ticket: ThreadTicket | None = None

@@ -173,7 +173,6 @@ class HostState:
     exchanges: list[Job] = field(default_factory=list)
     last_job: Job | None = None
     flags: tuple[HostFlags, int] | None = None
-    in_memory: State | None = None
     _flags_given: int = 0
     touched: dict[int, float] = field(default_factory=dict)
     _addresses: dict[tuple[int, ...], WindowAddresses] = field(default_factory=dict)  # by upload and gradient buffers
@@ -211,7 +210,6 @@ class HostState:
             plan=plan,
             form=form,
             store=store,
-            in_memory=None if plan.in_file else store.content(),
             gradients=gradients,
             uploads=list(uploads) or [InMemory(arena.take(block, plan.dtype)) for _ in range(plan.upload_buffers)],
             kernel=kernel,
@@ -358,7 +356,7 @@ class HostState:
             source = None if weights is None else weights.view(-1)
             owner = WindowUpdate(blocks[:3], blocks[3], flat, coefficients, self.taken, eps, self.form, source)
             addresses = WindowAddresses(self.kernel.window(owner), owner)
-            if self.in_memory is not None:  # else the state is elsewhere the next time
+            if not self.plan.in_file:  # else the state is elsewhere the next time
                 self._addresses[places] = addresses
         return addresses
 
@@ -427,7 +425,7 @@ class HostState:
         return self.uploads[self._next_upload - 1]
 
     def state(self) -> State:
-        return self.in_memory or self.store.content()
+        return self.store.content()
 
     @contextmanager
     def acquire(self, *, write: bool = False, fresh: bool = False) -> Iterator[StateRows]:
