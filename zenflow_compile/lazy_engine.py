@@ -44,8 +44,6 @@ class LazyEngine:
     A parameter has one optimizer. A later one takes it over: the earlier one applies what it has, and ends.
 
     Args:
-        optimizer: its groups are checked against a plan, and its parameters are claimed.
-        given: the options as the user gave them.
         backward_ended: called with the optimizer after each backward.
         ranks: that divide the parameters; None: this process trains alone.
 
@@ -113,8 +111,7 @@ class LazyEngine:
         return 0 if self.built is None or self.is_closed else self.built.registry.host_bytes
 
     def check_open(self) -> None:
-        """Refuse the use of a closed optimizer.
-
+        """
         Raises:
             RuntimeError: the optimizer is closed.
         """
@@ -127,11 +124,7 @@ class LazyEngine:
             raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
 
     def add_group(self, engine: Engine | None, params: Sequence[Parameter]) -> None:
-        """Claim and plan the parameters of a group that was added to the optimizer.
-
-        Args:
-            engine: to add them to; None before the first use.
-            params: of the last group.
+        """Claim and plan ``params`` of a group that was added to the optimizer, and to ``engine`` if there is one.
 
         Raises:
             ValueError: as at construction. Only the optimizer's ``param_groups`` have changed then.
@@ -157,10 +150,7 @@ class LazyEngine:
             raise
 
     def _claim(self, params: Sequence[Parameter], earlier: Sequence[LazyEngine]) -> None:
-        """Claim ``params``, which ``earlier`` optimizers give up; one warning says so.
-
-        Of several ranks, all do it in the same order: these end together.
-        """
+        """Claim ``params``, which ``earlier`` optimizers give up with a warning; several ranks in the same order."""
         if earlier:
             lost = [error for each in earlier if (error := each._give_up()) is not None]
             warnings.warn(_takeover_text(len(earlier), lost), stacklevel=user_stacklevel())
@@ -206,7 +196,6 @@ class LazyEngine:
             self._release()
 
     def _release(self) -> None:
-        """Give up the parameters and the ranks of an optimizer that has no engine."""
         self.claim.release()
         if self._ranks is not None:
             self._ranks.close()
@@ -252,12 +241,7 @@ class LazyEngine:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
         sharded = sharding_of(self.claim.params) is not None
         engine = Engine(
-            self._groups,
-            options,
-            device,
-            in_backward=self._updating_in_backward,
-            ranks=self._ranks,
-            sharded=sharded,
+            self._groups, options, device, in_backward=self._updating_in_backward, ranks=self._ranks, sharded=sharded
         )
         try:
             for first, stop in pairwise((0, *self._calls)):
@@ -275,8 +259,7 @@ class LazyEngine:
     def _check_plan(self, params: Sequence[Parameter], *, freed: int) -> None:
         """Plan ``params`` and drop the plan, so that construction raises every error that needs no allocation.
 
-        Args:
-            freed: host memory of optimizers that end before this one allocates.
+        Before this optimizer allocates, others end, which have ``freed`` bytes of host memory.
         """
         if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
             existing_directory(self._options.nvme_path)
@@ -319,8 +302,7 @@ def _takeover_text(optimizers: int, lost: Sequence[BaseException]) -> str:
 
 
 def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
-    """Refuse parameters on several devices.
-
+    """
     Raises:
         ValueError: a parameter is not on ``device``.
     """
@@ -333,10 +315,9 @@ def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
 
 
 def _check_offloaded_weights(options: Options, *, alone: bool) -> None:
-    """Refuse ``offload_weights`` where this version does not serve it.
-
+    """
     Raises:
-        ValueError: several ranks train.
+        ValueError: several ranks train with ``offload_weights``, which this version does not serve.
     """
     if options.offload_weights is not False and not alone:
         raise ValueError(

@@ -102,18 +102,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         given.warn_of_unread()
         self._stepped = False
         self._warned_of_no_gradient = False
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
+        defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         check_group(defaults)  # also where every group overrides them
         super().__init__(_iterable(params), defaults)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -182,11 +173,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         Lightning replaces each entry by an equal one.
         """
-        if not self._steps_shown:
-            return False
-        entries = [self._states.get(shown.param) for shown in self._steps_shown]
-        return any(entry is None or not save_load.is_as_shown(entry) for entry in entries) or any(
-            shown.step._version != shown.version for shown in self._steps_shown
+        return any(
+            shown.step._version != shown.version
+            or (entry := self._states.get(shown.param)) is None
+            or not save_load.is_as_shown(entry)
+            for shown in self._steps_shown
         )
 
     @property
@@ -251,7 +242,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         lazy = self._lazy_engine
         lazy.check_open()
-        if self._steps_shown and self._state_was_edited:
+        if self._state_was_edited:
             raise RuntimeError(f"optimizer.state was cleared or written; it {_NOT_WRITABLE}")
         loss = None
         if closure is not None:
@@ -271,7 +262,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return loss
 
     def _warn_of_no_gradient(self) -> None:
-        """Warn once that the model may compute with parameters that its optimizer does not have."""
         if not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             warnings.warn(_NO_GRADIENT, stacklevel=user_stacklevel())

@@ -108,19 +108,15 @@ class DeviceEvent(Protocol):
 
     def record(self, stream: Any) -> None:
         """Queue it behind the work that ``stream`` has now."""
-        ...
 
     def query(self) -> bool:
         """Whether it has happened; raises if the device has failed."""
-        ...
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until it has happened; raises if the device has failed."""
-        ...
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to ``end``; both are timed and have happened."""
-        ...
 
 
 class DeviceClock(Protocol):
@@ -128,11 +124,9 @@ class DeviceClock(Protocol):
 
     def now(self) -> DeviceEvent:
         """This moment of the stream that the calling thread queues work on: a recorded event with timing."""
-        ...
 
     def reference(self) -> tuple[DeviceEvent, int]:
         """A timed event that has happened, and the host time (``time.perf_counter_ns``) at which it did."""
-        ...
 
 
 _T = TypeVar("_T")
@@ -148,7 +142,7 @@ class Timeline:
         # its oldest entry by itself.
         self._rows: deque[_Row] = deque(maxlen=max_events)
         self._device_rows: deque[_DeviceRow] = deque()
-        self._norms: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=max_norms)
+        self._norms: deque[tuple[Tensor, Tensor]] = deque(maxlen=max_norms)
         self._reading = threading.Lock()
 
     def add(
@@ -169,19 +163,16 @@ class Timeline:
         param: str = "",
         bytes: int = 0,
     ) -> None:
-        """Record a span between two recorded timed events of the device that ``clock`` belongs to.
-
-        The timeline owns both events from here on.
-        """
+        """Record a span between two recorded timed events of the device that ``clock`` belongs to, and own them."""
         # The times are read later: recording one of the events again (from a pool) would silently move this span.
         self._device_rows.append((clock, lane, kind, start, end, step, param, bytes))
         if len(self._device_rows) > DRAIN_ABOVE:
             self._resolve(wait=False)
 
-    def add_norms(self, step: int, selected_squared: Tensor, total_squared: Tensor) -> None:
+    def add_norms(self, selected_squared: Tensor, total_squared: Tensor) -> None:
         """Record squared gradient norms of a step: 0-d tensors, which ``norm_sums`` reads later."""
         # Kept, not copied, so that recording does not wait for the device: the caller must not write them again.
-        self._norms.append((step, selected_squared, total_squared))
+        self._norms.append((selected_squared, total_squared))
 
     def events(self) -> list[Event]:
         """Return all events by start time. Waits for device events that have not finished."""
@@ -194,13 +185,12 @@ class Timeline:
 
     def norm_sums(self) -> NormSums | None:
         """Sum the recorded norms that are finite; None if none was recorded. Synchronizes with the device."""
-        pairs = [(selected, total) for _, selected, total in _snapshot(self._norms)]
-        if not pairs:
+        norms = [norm.detach().reshape(()).float() for pair in _snapshot(self._norms) for norm in pair]
+        if not norms:
             return None
         import torch
 
         # One transfer instead of one per tensor.
-        norms = [norm.detach().reshape(()).float() for pair in pairs for norm in pair]
         values = torch.stack(norms).reshape(-1, 2).tolist()
         finite = [(s, t) for s, t in values if math.isfinite(s) and math.isfinite(t)]
         return NormSums(math.fsum(s for s, _ in finite), math.fsum(t for _, t in finite))

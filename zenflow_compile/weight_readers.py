@@ -103,14 +103,10 @@ def adapt_known_readers() -> None:
 
 
 class _ImportHook(MetaPathFinder):
-    """Has modules of ``FUNCTIONS`` adapted when they have been imported. Other finders find and load them.
-
-    Attributes:
-        adapted: names of the modules whose functions have been replaced.
-    """
+    """Has modules of ``FUNCTIONS`` adapted when they have been imported. Other finders find and load them."""
 
     def __init__(self) -> None:
-        self.adapted: set[str] = set()
+        self.adapted: set[str] = set()  # names of modules
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -143,18 +139,14 @@ class _ImportHook(MetaPathFinder):
         if missing:
             package = module.__name__.partition(".")[0]
             names = ", ".join(f"{module.__name__}.{name}" for name in missing)
+            release = ""
+            with suppress(PackageNotFoundError):  # imported from a folder, not installed
+                release = f" {version(package)}"
             warnings.warn(
-                f"{package}{_release(package)} has no {names}, before which this version of zenflow-compile makes due "
+                f"{package}{release} has no {names}, before which this version of zenflow-compile makes due "
                 "updates visible: call optimizer.synchronize() before the code that took its place reads parameters",
                 stacklevel=user_stacklevel(),
             )
-
-
-def _release(package: str) -> str:
-    """Return the version of a package after a space; nothing where it is imported from a folder, not installed."""
-    with suppress(PackageNotFoundError):
-        return f" {version(package)}"
-    return ""
 
 
 def _replace(module: ModuleType, qualified_name: str, written: Written | None) -> bool:
@@ -201,9 +193,7 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
         if written is None or not engines:
             return function(*args, **keywords)
         call = signature.bind(*args, **keywords)
-        params = [
-            param for param in written(call.arguments) if any(each.index_of(param) is not None for each in engines)
-        ]
+        params = [each for each in written(call.arguments) if any(one.index_of(each) is not None for one in engines)]
         try:
             return function(*call.args, **call.kwargs)
         finally:

@@ -165,23 +165,23 @@ def test_cuda_spans_lie_between_host_times():
 def test_norms_are_summed():
     timeline = Timeline()
     assert timeline.norm_sums() is None
-    timeline.add_norms(0, torch.tensor(3.0), torch.tensor(4.0))
-    timeline.add_norms(1, torch.tensor(1.0), torch.tensor([4.0]))
+    timeline.add_norms(torch.tensor(3.0), torch.tensor(4.0))
+    timeline.add_norms(torch.tensor(1.0), torch.tensor([4.0]))
     assert timeline.norm_sums() == NormSums(selected=4.0, total=8.0)
 
 
 def test_overflowed_norms_are_left_out():
     timeline = Timeline()
-    timeline.add_norms(0, torch.tensor(math.inf), torch.tensor(math.inf))
-    timeline.add_norms(1, torch.tensor(1.0), torch.tensor(math.nan))
-    timeline.add_norms(2, torch.tensor(1.0), torch.tensor(2.0))
+    timeline.add_norms(torch.tensor(math.inf), torch.tensor(math.inf))
+    timeline.add_norms(torch.tensor(1.0), torch.tensor(math.nan))
+    timeline.add_norms(torch.tensor(1.0), torch.tensor(2.0))
     assert timeline.norm_sums() == NormSums(selected=1.0, total=2.0)
 
 
 def test_norms_stay_bounded():
     timeline = Timeline(max_norms=2)
     for step in range(5):
-        timeline.add_norms(step, torch.tensor(float(step)), torch.tensor(10.0))
+        timeline.add_norms(torch.tensor(float(step)), torch.tensor(10.0))
     assert timeline.norm_sums() == NormSums(selected=7.0, total=20.0)
 
 

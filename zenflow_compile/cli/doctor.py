@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -25,14 +26,7 @@ from zenflow_compile.runtime.device.devices import device_of, device_types, impl
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cgroups import cpu_quota
-from zenflow_compile.runtime.host.cores import (
-    Core,
-    LocalRanks,
-    last_level_cache_bytes,
-    may_pin,
-    physical_cores,
-    worker_count,
-)
+from zenflow_compile.runtime.host.cores import LocalRanks, last_level_cache_bytes, may_pin, physical_cores, worker_count
 from zenflow_compile.runtime.host.host_adam import check_native_code
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.torch_internals import torch_private
@@ -140,12 +134,7 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     ranks: int = 1,
 ) -> Findings:
-    """Measure this machine with each number of threads, in ``total_bytes`` of memory; medians of ``rounds``.
-
-    Args:
-        dtype: of the resident parameter.
-        ranks: processes that divide the machine.
-    """
+    """Measure this machine, which ``ranks`` processes divide, with each number of threads; medians of ``rounds``."""
     return Findings(
         machine=machine(device, ranks),
         host=[bandwidth.host_rates(count, total_bytes, rounds) for count in threads],
@@ -180,9 +169,11 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
     for core in cores:
         nodes.setdefault(core.node, []).append(core.logical)
     memory_bytes, memory_limit = available_host_memory()
+    workers = partial(worker_count, quota=cpu_quota())
+    parts = [LocalRanks(rank, ranks).cores(cores) for rank in range(ranks)]
     return MachineFindings(
         nodes=nodes,
-        workers=worker_count(len(cores), cpu_quota()),
+        workers=workers(len(cores)),
         cache_bytes=last_level_cache_bytes(),
         memory_bytes=memory_bytes,
         memory_limit=memory_limit,
@@ -194,17 +185,11 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
             "zenflow-compile": _version("zenflow-compile"),
             "python": platform.python_version(),
             "torch": torch.__version__,
-            **_device_versions(),
+            **{name: each for kind in device_types() for name, each in implementation_of(kind).versions().items()},
             "triton": _version("triton"),
         },
-        ranks=[_rank_share(LocalRanks(rank, ranks), cores, memory_bytes) for rank in range(ranks)],
+        ranks=[RankShare([core.logical for core in part], workers(len(part)), memory_bytes // ranks) for part in parts],
     )
-
-
-def _rank_share(rank: LocalRanks, cores: Sequence[Core], memory_bytes: int) -> RankShare:
-    part = rank.cores(cores)
-    workers = worker_count(len(part), cpu_quota())
-    return RankShare([core.logical for core in part], workers, memory_bytes // rank.size)
 
 
 def tables(findings: Findings) -> list[Table]:
@@ -317,13 +302,6 @@ def _abilities(device: Device) -> dict[str, str]:
     except RuntimeError as error:
         found["pinned memory"] = f"no: copies are slower, and the training thread waits for them ({error})"
     return found
-
-
-def _device_versions() -> dict[str, str]:
-    versions: dict[str, str] = {}
-    for served in device_types():
-        versions.update(implementation_of(served).versions())
-    return versions
 
 
 def _version(package: str) -> str:

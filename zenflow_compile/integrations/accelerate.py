@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import cast
 
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, fsdp2_apply_ac, fsdp2_prepare_model
@@ -62,7 +63,9 @@ def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
             "FullyShardedDataParallelPlugin(fsdp_version=2) under accelerate launch or torchrun, or leave out "
             "shard_model() and create the optimizer with process_group=False"
         )
-    ranks = _sharding_ranks(accelerator)
+    mesh, ranks = accelerator.torch_device_mesh, accelerator.num_processes
+    if mesh is not None:  # fsdp2_prepare_model shards over these alone, not over replicas
+        ranks = mesh[accelerator.parallelism_config.fsdp_dim_names[-1]].size()
     empty = [name for name, param in _to_shard(accelerator, model) if leaves_a_rank_empty(param.shape[0], ranks)]
     if len(empty) > 1:
         raise ValueError(
@@ -74,17 +77,7 @@ def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
         plugin.activation_checkpointing = False
-    sharded: nn.Module = fsdp2_prepare_model(accelerator, model)
-    return sharded
-
-
-def _sharding_ranks(accelerator: Accelerator) -> int:
-    """Over how many ranks ``fsdp2_prepare_model`` shards: without those of replicas."""
-    mesh = accelerator.torch_device_mesh
-    ranks: int = (
-        accelerator.num_processes if mesh is None else mesh[accelerator.parallelism_config.fsdp_dim_names[-1]].size()
-    )
-    return ranks
+    return cast(nn.Module, fsdp2_prepare_model(accelerator, model))
 
 
 def _to_shard(accelerator: Accelerator, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

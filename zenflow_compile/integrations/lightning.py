@@ -8,12 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.integrations import StateDictHook
@@ -107,10 +102,7 @@ class _LastSave:
             self.read_at = self._trainer.global_step
 
     def end(self) -> None:
-        """Flush at the end of training.
-
-        Warns if the model was read at the last step, before it was known to be the last.
-        """
+        """Flush at the end of training. Warns if the model was read at the last step, before it was known as such."""
         late = self.read_at == self._trainer.global_step
         if late and any(each.engine.windows_hold_gradients for each in self._optimizers):
             warnings.warn(

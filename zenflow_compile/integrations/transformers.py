@@ -52,8 +52,7 @@ class ZenFlowCallback(TrainerCallback):
         optimizer = _unwrapped(kwargs["optimizer"])
         _check_weight_decay(optimizer, args)
         _check_left_out(optimizer, args)
-        self._optimizer = optimizer
-        self._control = control
+        self._optimizer, self._control = optimizer, control
         # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
         self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self.before_state_dict))
 

@@ -104,12 +104,7 @@ class DeviceRate:
 
 @cache  # measure once per process: reports are printed often, and the machine stays the same
 def rates(device: torch.device, cores: tuple[int, ...]) -> Bandwidths:
-    """Measure the rates that bound host updates and copies, in about a second; once per process.
-
-    Args:
-        device: the other end of the link.
-        cores: the logical cores of the workers.
-    """
+    """Measure the rates that bound host updates on logical ``cores`` and copies, in about a second."""
     host = HostMemory(_fitting(_QUICK_BYTES), len(cores))
     _in_threads(cores, host.fill)
     seconds = median(in_turns({"add": partial(_in_threads, cores, host.add)}, _QUICK_ROUNDS)["add"])
@@ -120,13 +115,7 @@ def rates(device: torch.device, cores: tuple[int, ...]) -> Bandwidths:
 
 
 def host_rates(threads: int, total_bytes: int, rounds: int) -> HostRates:
-    """Measure host memory with ``threads`` threads.
-
-    Args:
-        threads: at most the number of physical cores.
-        total_bytes: memory to go through; see ``default_bytes``.
-        rounds: at most; their medians count, and one more comes before them.
-    """
+    """Measure ``total_bytes`` of host memory with ``threads`` threads, at most one per physical core: medians."""
     cores = choose_cores(physical_cores(), threads, {})
     host = HostMemory(total_bytes, threads, HostAdam(torch.bfloat16, torch.bfloat16, WINDOW_GRADIENTS))
     _in_threads(cores, host.fill)
@@ -156,8 +145,7 @@ def link_rates(device: torch.device, size_bytes: int, rounds: int) -> list[LinkR
 def device_rate(device: torch.device, rounds: int, slices: int | None = None, length: int = 4096) -> DeviceRate:
     """Measure ``adam_columns_`` on a tenth of the columns of a bf16 matrix ``[length, slices]``.
 
-    Args:
-        slices: None takes more than a GPU's cache holds, and less where the device is the CPU.
+    By default it is larger than a GPU's cache, and smaller where the device is the CPU.
     """
     on_gpu = device_of(device).streams is not None
     calls = 10 if on_gpu else 1  # a call on a GPU is short next to the wait for it
@@ -178,19 +166,15 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
 
 
 def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> DeviceRate:
-    """Measure AdamW on a resident parameter: planning calls this rate the device's bandwidth.
+    """Measure AdamW on a resident parameter, in at most half of the device's ``free_bytes``.
 
-    Args:
-        dtype: of the weights.
-        free_bytes: free memory of the device; at most half of it is used.
+    Planning calls this rate the device's bandwidth.
     """
     elements = _CPU_ELEMENTS if device_of(device).streams is None else _GPU_ELEMENTS
     elements = max(1, min(elements, free_bytes // (2 * _RESIDENT_BYTES)))
     param = Parameter(torch.ones(elements, dtype=dtype, device=device))
     resident = (param, torch.ones_like(param), ResidentState.zeros_like(param))
-
-    update = partial(update_on_device, [resident], _COEFFICIENTS, eps=1e-8)
-    return _rate_of(device, update, elements, _RESIDENT_ROUNDS)
+    return _rate_of(device, partial(update_on_device, [resident], _COEFFICIENTS, eps=1e-8), elements, _RESIDENT_ROUNDS)
 
 
 def _rate_of(device: torch.device, update: Callable[[], None], elements: int, rounds: int) -> DeviceRate:
@@ -291,15 +275,11 @@ def _link(device: torch.device, arena: HostArena, memory: str, size_bytes: int, 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Seconds that ``work`` takes, from an idle device to an idle device."""
-    _finish(device)
+    device_of(device).synchronize()
     begin = time.perf_counter()
     work()
-    _finish(device)
-    return time.perf_counter() - begin
-
-
-def _finish(device: torch.device) -> None:
     device_of(device).synchronize()
+    return time.perf_counter() - begin
 
 
 def _in_threads(cores: Sequence[int], work: Callable[[int], None]) -> float:

@@ -35,11 +35,8 @@ _BUDGET_SECONDS = 0.5  # each way: no further piece begins after it
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Bytes per second read and written, one direction at a time, with checksums and as many threads as the cache has.
-
-    Attributes:
-        free_bytes: free space of the file system.
-    """
+    """Bytes per second read and written, one direction at a time, with checksums and as many threads as the cache has,
+    and the free space of the file system."""
 
     read: float
     write: float
@@ -48,9 +45,6 @@ class DiskRates:
 
 def disk_rates(directory: str) -> DiskRates:
     """Measure in about a second, past the page cache where the file system allows it; removes its file.
-
-    Args:
-        directory: a value of the option ``nvme_path``.
 
     Raises:
         ValueError: it cannot be used, see ``ScratchDirectory``; or a read or write failed.
@@ -73,9 +67,7 @@ def disk_rates(directory: str) -> DiskRates:
         raise scratch.unusable(error) from error
     finally:
         scratch.close()
-    return DiskRates(
-        read=read * PIECE_BYTES / read_seconds, write=written * PIECE_BYTES / write_seconds, free_bytes=free
-    )
+    return DiskRates(read * PIECE_BYTES / read_seconds, written * PIECE_BYTES / write_seconds, free)
 
 
 def _move(transfer: Callable[[int, Tensor], int], buffers: list[Tensor], pieces: int) -> tuple[int, float]:

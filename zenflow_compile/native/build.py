@@ -123,37 +123,29 @@ def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], source: str, library: Path) -> None:
-    command = [*compiler, str(SOURCES / source), *flags, "-o", str(library)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, timeout=_COMPILE_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{shlex.join(compiler)} did not run: {error}") from None
+    done = _run(compiler, str(SOURCES / source), *flags, "-o", str(library))
     if done.returncode or not library.exists():
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
         raise BuildError(f"{shlex.join(compiler)} ended with {done.returncode}:\n{last}")
     library.chmod(0o700)
 
 
-def _key(compiler: Sequence[str], flags: Sequence[str] = _FLAGS) -> str:
-    """A hash of all that the library depends on. Machines of one home directory may have different CPUs."""
+def _run(compiler: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [*compiler, *arguments]
     try:
-        version = subprocess.run(
-            [*compiler, "--version"], capture_output=True, check=False, timeout=_COMPILE_SECONDS
-        ).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=_COMPILE_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{shlex.join(compiler)} did not run: {error}") from None
-    sources = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
-    parts = [
-        shlex.join(compiler[1:]).encode(),
-        version,
-        _cpu().encode(),
-        " ".join(flags).encode(),
-        torch.__version__.encode(),
-        *sources,
-    ]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _key(compiler: Sequence[str], flags: Sequence[str] = _FLAGS) -> str:
+    """A hash of all that the library depends on. Machines of one home directory may have different CPUs."""
+    version = _run(compiler, "--version").stdout
+    texts = (shlex.join(compiler[1:]), version, _cpu(), " ".join(flags), torch.__version__)
+    sources = (path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
+    return hashlib.sha256(b"\0".join([*(text.encode() for text in texts), *sources])).hexdigest()[:16]
 
 
 def _cpu() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -12,13 +12,10 @@ from zenflow_compile.torch_internals.torch_private import REFUSAL, Refusal, prof
 
 
 class ReadGuard:
-    """Makes every access to the memory of a storage raise ``RuntimeError``, also through views, for a time.
+    """Makes every access to the memory of a storage raise ``RuntimeError(text)``, also through views, for a time.
 
     Does nothing while a profiler runs: it asks for the addresses of parameters and of operators' inputs, and would lose
     events or raise.
-
-    Args:
-        text: of the error.
     """
 
     __slots__ = ("_storage", "_text")
@@ -28,18 +25,14 @@ class ReadGuard:
         self._storage: torch.UntypedStorage | None = None  # of the time when it was refused: ``param.data = ...``
 
     def refuse(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Make accesses raise, unless another refusal does so already; the memory stays as it is.
-
-        Args:
-            nbytes: size that the storage shows meanwhile.
-        """
+        """Make accesses raise, unless another refusal does; meanwhile the storage shows a size of ``nbytes``."""
         shown = storage.__dict__
         if REFUSAL in shown or profiler_active():
             return
         # First: an interrupt in between leaves a mark, which ``allow`` takes away.
         self._storage = storage
         # ``is_shared`` would end the process: its C++ code handles no errors.
-        is_shared = _is_shared if storage.is_shared() else _is_not_shared
+        is_shared = partial(bool, storage.is_shared())
         shown.update({"is_shared": is_shared, REFUSAL: Refusal(storage.nbytes(), self._text)})
         storage_reads().zenflow_refuse_reads(storage_identity(storage), nbytes, self._text)
 
@@ -74,14 +67,6 @@ def own_memory(storage: torch.UntypedStorage) -> None:
     storage_reads().zenflow_swap_memory(storage_identity(storage), storage_identity(copy))
 
 
-def _is_shared() -> bool:
-    return True
-
-
-def _is_not_shared() -> bool:
-    return False
-
-
 @cache
 def storage_reads() -> ctypes.PyDLL:
     """The library of storage_reads.cpp; the first call compiles it, and checks it.
@@ -91,11 +76,10 @@ def storage_reads() -> ctypes.PyDLL:
     """
     library = load_storage_reads()
     library.zenflow_refuse_reads.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p]
-    library.zenflow_refuse_reads.restype = None
     library.zenflow_allow_reads.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.zenflow_allow_reads.restype = None
     library.zenflow_swap_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.zenflow_swap_memory.restype = None
+    for function in (library.zenflow_refuse_reads, library.zenflow_allow_reads, library.zenflow_swap_memory):
+        function.restype = None
     _check(library)
     return library
 

@@ -8,6 +8,7 @@ thread must nest.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -47,27 +48,18 @@ def _process(recording: Recording, pid: int, origin: int) -> Iterator[TraceEvent
     lanes: dict[str, list[Event]] = {}
     for event in (*recording.events, *recording.evaluation_events()):
         lanes.setdefault(event.lane, []).append(event)
+    # Worker lanes, in numeric order, and any that a simulation adds.
+    others = sorted((lane for lane in lanes if lane not in _LANE_ORDER), key=lambda lane: (len(lane), lane))
     tid = 0
-    for lane in (*(lane for lane in _LANE_ORDER if lane in lanes), *_others(lanes)):
+    for lane in (*(lane for lane in _LANE_ORDER if lane in lanes), *others):
         for track, events in enumerate(_nesting_tracks(lanes[lane])):
             tid += 1
             name = lane if track == 0 else f"{lane} ({track + 1})"
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
-            yield {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": pid,
-                "tid": tid,
-                "args": {"sort_index": tid},
-            }
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
             yield from (_span(event, pid, tid, origin) for event in events)
         if any(event.bytes and event.duration_ns for event in lanes[lane]):
             yield from _bytes_in_flight(lane, lanes[lane], pid, origin)
-
-
-def _others(lanes: Iterable[str]) -> list[str]:
-    """Worker lanes, in numeric order, and any that a simulation adds."""
-    return sorted((lane for lane in lanes if lane not in _LANE_ORDER), key=lambda lane: (len(lane), lane))
 
 
 def _nesting_tracks(events: list[Event]) -> list[list[Event]]:
@@ -94,13 +86,8 @@ def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
         args["param"] = event.param
     if event.bytes:
         args["bytes"] = event.bytes
-    common = {
-        "name": event.kind,
-        "cat": event.lane,
-        "pid": pid,
-        "tid": tid,
-        "ts": (event.start_ns - origin) / _NS_PER_US,
-    }
+    begin_us = (event.start_ns - origin) / _NS_PER_US
+    common = {"name": event.kind, "cat": event.lane, "pid": pid, "tid": tid, "ts": begin_us}
     if event.lane in (WINDOWS, GRADIENTS) or (event.lane == RANKS and not event.duration_ns):
         return common | {"ph": "i", "s": "t", "args": args}
     return common | {"ph": "X", "dur": event.duration_ns / _NS_PER_US, "args": args}
@@ -108,18 +95,12 @@ def _span(event: Event, pid: int, tid: int, origin: int) -> TraceEvent:
 
 def _bytes_in_flight(lane: str, events: list[Event], pid: int, origin: int) -> Iterator[TraceEvent]:
     """Count the bytes being moved or updated at each moment."""
-    changes: dict[int, int] = {}
+    changes: Counter[int] = Counter()
     for event in events:
-        changes[event.start_ns] = changes.get(event.start_ns, 0) + event.bytes
-        changes[event.end_ns] = changes.get(event.end_ns, 0) - event.bytes
+        changes[event.start_ns] += event.bytes
+        changes[event.end_ns] -= event.bytes
     now = 0
     for moment, change in sorted(changes.items()):
         now += change
-        yield {
-            "ph": "C",
-            "name": f"{lane} bytes in flight",
-            "pid": pid,
-            "tid": 0,
-            "ts": (moment - origin) / _NS_PER_US,
-            "args": {"bytes": now},
-        }
+        at_us = (moment - origin) / _NS_PER_US
+        yield {"ph": "C", "name": f"{lane} bytes in flight", "pid": pid, "tid": 0, "ts": at_us, "args": {"bytes": now}}

@@ -7,7 +7,7 @@ latency: the first layers have no slack, or flushes start late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from zenflow_compile.profiling.summary import Summary
 
@@ -25,8 +25,14 @@ def diagnose(summary: Summary) -> str:
         return "Nothing was measured: no optimizer step ended while the profile was on."
     stall_share = summary["stall_share"] or 0.0
     offloads = bool(summary["host_update_ms_per_step"] or summary["d2h_bytes_per_step"])
+    if stall_share < _NO_STALL and offloads:
+        return _no_stall(summary, step_ms)
     if stall_share < _NO_STALL:
-        return _no_stall(summary, step_ms) if offloads else _nothing_offloaded(summary, step_ms)
+        policy = f" (policy {summary['policy']})" if summary["policy"] else ""
+        return (
+            f"Nothing was offloaded{policy}: the {milliseconds(step_ms)} of a step are the device's own; "
+            'policy="zenflow" would move optimizer state off the device.'
+        )
     waits = f"{milliseconds(stall_ms)} of waiting per step ({percent(stall_share)} of the time)"
     if summary["blocking"]:
         remedy = 'policy="zenflow"' if summary["policy"] != "zenflow" else "overlap_step=True"
@@ -45,7 +51,8 @@ def diagnose(summary: Summary) -> str:
     # layers are a matter of latency, unless the lane is far overloaded.
     if ratio >= (_FAR_TOO_MUCH if early else 1.0):
         return sentence(summary, waits)
-    where = _names(tuple(summary["stall_by_param"])[:2])
+    most = list(summary["stall_by_param"])[:2]
+    where = f" (most at {' and '.join(most)})" if most else ""
     if early:
         return (
             f"The first layers' updates have too little time{where}, {waits}, though copies and workers have "
@@ -72,14 +79,6 @@ def percent(share: float) -> str:
     if 0.99 < share < 1:
         return ">99%"
     return f"{100 * share:.0f}%"
-
-
-def _nothing_offloaded(summary: Summary, step_ms: float) -> str:
-    policy = f" (policy {summary['policy']})" if summary["policy"] else ""
-    return (
-        f"Nothing was offloaded{policy}: the {milliseconds(step_ms)} of a step are the device's own; "
-        'policy="zenflow" would move optimizer state off the device.'
-    )
 
 
 def _no_stall(summary: Summary, step_ms: float) -> str:
@@ -154,7 +153,3 @@ def _h2d_sentence(summary: Summary, waits: str) -> str:
 def _copies(busy_ms: float | None, gb_per_s: float | None) -> str:
     rate = "" if gb_per_s is None else f" at {gb_per_s:.1f} GB/s"
     return f"{milliseconds(busy_ms or 0.0)} per step{rate}"
-
-
-def _names(params: Sequence[str]) -> str:
-    return f" (most at {' and '.join(params)})" if params else ""

@@ -52,11 +52,7 @@ _COMPUTE_MARKS = {
 
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """The picture: a ruler of step numbers, the cells of each lane, and the time from the first step's start to the
-    last's end.
-
-    ``evaluation_ms`` of ``span_ms`` is evaluation, which ``summary`` does not count as part of the steps.
-    """
+    """The picture. ``evaluation_ms`` of ``span_ms`` is evaluation, which ``summary`` does not count in the steps."""
 
     ruler: str
     rows: dict[str, tuple[Mark, ...]]
@@ -73,8 +69,7 @@ class Gantt:
 
 
 def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
-    """The last ``steps`` optimizer steps, ``width`` characters wide with labels; None if there is no step to
-    show.
+    """The last ``steps`` optimizer steps, ``width`` characters wide with labels; None if there is no step to show.
 
     A slice of time shows the kind that filled most of it; a lane that was busy for less than half of a slice
     still shows there, since short copies would otherwise vanish.
@@ -86,11 +81,12 @@ def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
     start, end = shown[0].start_ns, shown[-1].end_ns
     disk = [DISK] if any(event.lane == DISK for event in recording.events) else []
     lanes = [COMPUTE, D2H, H2D, *recording.worker_lanes, *disk]
+    events = [*recording.events, *recording.evaluation_events()]
     label_width = max(len(lane) for lane in lanes) + 2
     cells = max(_MIN_CELLS, width - label_width)
     return Gantt(
         ruler=_ruler(shown, start, end, cells),
-        rows={lane: _cells(_of_lane(recording, lane, start, end), start, end, cells) for lane in lanes},
+        rows={lane: _cells([each for each in events if each.lane == lane], start, end, cells) for lane in lanes},
         label_width=label_width,
         span_ms=(end - start) / 1e6,
         evaluation_ms=length_ns(intersect(recording.evaluation, [(start, end)])) / 1e6,
@@ -98,16 +94,12 @@ def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
     )
 
 
-def _of_lane(recording: Recording, lane: str, start: int, end: int) -> list[Event]:
-    events = [*recording.events, *recording.evaluation_events()]
-    return [event for event in events if event.lane == lane and event.end_ns > start and event.start_ns < end]
-
-
 def _cells(events: Iterable[Event], start: int, end: int, count: int) -> tuple[Mark, ...]:
     """The mark of each of ``count`` equal slices of time."""
     spans: dict[Mark, list[Interval]] = {}
     for event in events:
-        spans.setdefault(_mark(event), []).append((max(event.start_ns, start), min(event.end_ns, end)))
+        if event.end_ns > start and event.start_ns < end:
+            spans.setdefault(_mark(event), []).append((max(event.start_ns, start), min(event.end_ns, end)))
     layers = [(mark, union(spans[mark])) for mark in INNERMOST_FIRST if mark in spans]
     time_in: list[dict[Mark, float]] = [{} for _ in range(count)]
     slice_ns = (end - start) / count

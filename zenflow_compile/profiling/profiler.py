@@ -6,7 +6,7 @@ import dataclasses
 import json
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from os import PathLike
 from types import TracebackType
 from typing import Self, cast
@@ -15,7 +15,6 @@ from rich.console import Console
 
 from zenflow_compile.checks.validate import check_integer
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.profiling.report import print_ranks, print_report
@@ -116,7 +115,10 @@ class Profile:
             attachment.refresh()
             recording = _recording(attachment)
             if measure and recording.traffic is not None:
-                recording = dataclasses.replace(recording, bandwidths=_bandwidths(attachment))
+                # Memory may be too full to measure: the report then leaves the limits out.
+                with suppress(RuntimeError, MemoryError):
+                    measured = bandwidth.rates(attachment.device, attachment.worker_cores)
+                    recording = dataclasses.replace(recording, bandwidths=measured)
             if any(event.lane == STEP for event in recording.events):
                 found.append(recording)
         if len(found) == 1:
@@ -212,14 +214,6 @@ def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
 def _is_engine(candidate: object) -> bool:
     names = ("timeline", "plan", "model_bytes", "adaptive_windows", "worker_cores", "synchronize")
     return all(hasattr(candidate, name) for name in names)
-
-
-def _bandwidths(attachment: _Attachment) -> Bandwidths | None:
-    """Measure this machine; None where memory is too full for it: the report then leaves the limits out."""
-    try:
-        return bandwidth.rates(attachment.device, attachment.worker_cores)
-    except (RuntimeError, MemoryError):
-        return None
 
 
 def _recording(attachment: _Attachment) -> Recording:

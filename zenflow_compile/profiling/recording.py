@@ -37,8 +37,7 @@ def intersect(left: Intervals, right: Intervals) -> Intervals:
     common: Intervals = []
     i = j = 0
     while i < len(left) and j < len(right):
-        start = max(left[i][0], right[j][0])
-        end = min(left[i][1], right[j][1])
+        start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
         if start < end:
             common.append((start, end))
         if left[i][1] < right[j][1]:
@@ -89,11 +88,9 @@ class Recording:
         events: by start time.
         model_bytes: bytes of all trainable parameters of the optimizer, in their own dtype; the unit "model size" of
             the traffic. 0 if unknown.
-        policy: name of the policy that made the plan.
         update_interval: steps per update window (the longest of the plan); None if nothing is offloaded.
         adaptive_windows: bounds of the window length under ``update_interval="auto"``; None for fixed lengths.
         blocking: the step waits for its host updates by design (``zero_offload``, ``overlap_step=False``).
-        state_note: see ``Plan.state_note``.
         selected_share: share of the offloaded parameters' elements that is selected; None if unknown.
         norms: squared gradient norms, selected and total, over the recorded steps; None if unknown.
         traffic: what the plan moves per step; None if nothing is offloaded, or unknown.

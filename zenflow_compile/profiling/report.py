@@ -26,12 +26,9 @@ _NARROWEST = 16  # columns of a wrapped text, however narrow the console
 
 
 def render(recording: Recording, *, width: int = 80, blocks: bool = True, steps: int = 4) -> RenderableType:
-    """Make the report as a rich renderable.
+    """Make the report as a rich renderable, ``width`` columns wide, with a picture of the last ``steps`` steps.
 
-    Args:
-        width: columns of the picture.
-        blocks: whether the output can show block characters; plain ASCII otherwise.
-        steps: how many of the last steps the picture shows.
+    It is plain ASCII without ``blocks``, for an output that cannot show block characters.
     """
     summary = summarize(recording)
     parts: list[RenderableType] = []
@@ -113,9 +110,8 @@ def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
     return text
 
 
-def _rows(summary: Summary) -> list[tuple[str, str]]:
+def _rows(s: Summary) -> list[tuple[str, str]]:
     """Name and value of every row; a dash where nothing was measured."""
-    s = summary
     steps = str(s["steps"])
     if s["warm_up_steps"]:
         steps += f", the first {s['warm_up_steps']} left out below (compilation)"
@@ -132,17 +128,16 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("steps", steps),
         ("step time", _join(_ms(s["step_ms"], " mean"), _ms(s["step_ms_p95"], " p95"))),
         ("parts of a step", _join(*parts, separator=" + ")),
-        *_evaluation_rows(s),
-        ("stall", _share(s["stall_share"], " of the time")),
-        *([] if s["state_note"] is None else [("state on the host", s["state_note"])]),
-        (
-            "host update",
-            _join(
-                _ms(s["host_update_ms_per_step"], " per step"),
-                _share(s["hidden_fraction"], " hidden"),
-                _share(s["worker_busy_share"], f" busy ({_count(s['workers'], 'worker')})"),
-            ),
-        ),
+    ]
+    if s["evaluation_ms"]:
+        rows.append(("evaluation (no_grad)", f"{milliseconds(s['evaluation_ms'])} in all, left out of every other row"))
+    rows.append(("stall", _share(s["stall_share"], " of the time")))
+    if s["state_note"] is not None:
+        rows.append(("state on the host", s["state_note"]))
+    busy = _share(s["worker_busy_share"], f" busy ({_count(s['workers'], 'worker')})")
+    hidden = _share(s["hidden_fraction"], " hidden")
+    rows += [
+        ("host update", _join(_ms(s["host_update_ms_per_step"], " per step"), hidden, busy)),
         *_slack_rows(s),
         ("host bandwidth", _rate(s["host_update_gb_per_s"])),
         ("device to host", _join(_size(s["d2h_bytes_per_step"], " per step"), _rate(s["d2h_gb_per_s"]))),
@@ -152,44 +147,21 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("of it state", _size(s["state_bytes_per_step"], " per step")))
     if s["weight_bytes_per_step"]:
         rows.append(("of it weights", _size(s["weight_bytes_per_step"], " per step")))
-    rows += [
-        *_rank_rows(s),
-        (
-            "traffic",
-            _join(
-                _sizes(s["traffic_model_sizes_per_step"], " model sizes per step"),
-                _sizes(s["state_model_sizes_per_step"] if s["state_moves"] else None, " of state"),
-            ),
-        ),
-        (
-            "selected norm share",
-            _join(
-                _share(s["selected_norm_share"], " of the squared gradient norm"),
-                _share(s["selected_share"], " of the elements"),
-                separator=" in ",
-            ),
-        ),
+    if s["sent_bytes_per_step"] is not None:
+        waits = _ms(s["rank_wait_ms_per_step"], " of waiting")
+        rows.append(("other ranks", _join(_size(s["sent_bytes_per_step"], " sent per step"), waits)))
+    traffic = _sizes(s["traffic_model_sizes_per_step"], " model sizes per step")
+    of_state = _sizes(s["state_model_sizes_per_step"] if s["state_moves"] else None, " of state")
+    norm = _share(s["selected_norm_share"], " of the squared gradient norm")
+    return [
+        *rows,
+        ("traffic", _join(traffic, of_state)),
+        ("selected norm share", _join(norm, _share(s["selected_share"], " of the elements"), separator=" in ")),
         ("windows flushed", str(s["windows_flushed"])),
         *_adaptive_windows(s),
         ("re-selections", str(s["selections"])),
         *_dense_rows(s),
     ]
-    return rows
-
-
-def _rank_rows(s: Summary) -> list[tuple[str, str]]:
-    """What other ranks cost; no row without any."""
-    if s["sent_bytes_per_step"] is None:
-        return []
-    sent, waits = _size(s["sent_bytes_per_step"], " sent per step"), _ms(s["rank_wait_ms_per_step"], " of waiting")
-    return [("other ranks", _join(sent, waits))]
-
-
-def _evaluation_rows(s: Summary) -> list[tuple[str, str]]:
-    """Evaluation between the steps; no row without any."""
-    if not s["evaluation_ms"]:
-        return []
-    return [("evaluation (no_grad)", f"{milliseconds(s['evaluation_ms'])} in all, left out of every other row")]
 
 
 def _dense_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -271,12 +243,7 @@ def _reached(measured: Bandwidths, summary: Summary) -> Bandwidths:
 
 
 def print_ranks(summaries: Sequence[Summary], console: Console | None = None) -> None:
-    """Print a table with a row per rank, and one sentence.
-
-    Args:
-        summaries: of all ranks, by rank.
-        console: standard output by default.
-    """
+    """Print a table with a row per rank, and one sentence; ``summaries`` are in the order of the ranks."""
     console = console or Console()
     table = Table(title="Ranks, per step", title_justify="left", box=None)
     table.add_column("rank", justify="right")

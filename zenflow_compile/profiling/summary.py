@@ -7,22 +7,12 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import accumulate, takewhile
-from statistics import median
+from math import inf
+from statistics import median, quantiles
 from typing import TypedDict
 
 from zenflow_compile.profiling.recording import Intervals, Recording, exclusive, intersect, length_ns, subtract, union
-from zenflow_compile.timeline import (
-    COMPUTE,
-    D2H,
-    GRADIENTS,
-    H2D,
-    OTHER_RANKS,
-    RANKS,
-    SLACK,
-    STEP,
-    WINDOWS,
-    Event,
-)
+from zenflow_compile.timeline import COMPUTE, D2H, GRADIENTS, H2D, OTHER_RANKS, RANKS, SLACK, STEP, WINDOWS, Event
 
 _NS_PER_MS = 1e6
 _BLOCK = re.compile(r".*?(?<![^.])\d+(?=\.|$)")
@@ -75,6 +65,7 @@ def slack_by_block(events: Iterable[Event], steps: set[int]) -> dict[str, BlockS
 
 
 _WARM_UP_FACTOR = 5  # a leading step this many times the median is compilation, not training
+_INNERMOST_FIRST = ("wait", "select", "merge", "update", "backward", "forward")
 _EARLY = 0.25  # share of a forward that counts as its first layers
 _TOP_WAITERS = 5
 
@@ -205,17 +196,20 @@ def summarize(recording: Recording) -> Summary:
     steps = sorted((event for event in events if event.lane == STEP), key=lambda event: event.end_ns)
     inference = recording.evaluation
     training_ns = [length_ns(subtract([(step.start_ns, step.end_ns)], inference)) for step in steps]
-    warm_up = _warm_up_steps(training_ns)
+    limit = _WARM_UP_FACTOR * median(training_ns) if len(training_ns) > 2 else inf
+    warm_up = len(list(takewhile(lambda time_ns: time_ns > limit, training_ns[: len(training_ns) // 2])))
     measured = steps[warm_up:]
     numbers = {step.step for step in measured}
     elapsed = union((step.start_ns, step.end_ns) for step in measured)
     time = subtract(elapsed, inference)
     total_ns = length_ns(time)
     durations_ms = [duration_ns / _NS_PER_MS for duration_ns in training_ns[warm_up:]]
-    compute = _compute_kinds(events, time)
-    waits = compute["wait"]
-    wait_events = [event for event in events if event.lane == COMPUTE and event.kind == "wait"]
-    kinds_seen = {event.kind for event in events if event.lane == COMPUTE}
+    if len(durations_ms) == 1:
+        durations_ms *= 2  # ``quantiles`` takes no single value
+    of_compute = [event for event in events if event.lane == COMPUTE]
+    found = {kind: [event for event in of_compute if event.kind == kind] for kind in _INNERMOST_FIRST}
+    compute = exclusive((kind, intersect(_spans(found[kind]), time)) for kind in _INNERMOST_FIRST)
+    waits, wait_events = compute["wait"], found["wait"]
 
     def per_step(amount: float) -> float | None:
         return amount / len(measured) if measured else None
@@ -227,7 +221,7 @@ def summarize(recording: Recording) -> Summary:
         return per_step(bytes_moved / recording.model_bytes) if recording.model_bytes else None
 
     def compute_ms(kind: str) -> float | None:
-        return ms_per_step(length_ns(compute[kind])) if kind in kinds_seen else None
+        return ms_per_step(length_ns(compute[kind])) if found[kind] else None
 
     updates = [event for event in events if event.is_worker and event.kind == "host_update"]
     own_updates = [event for event in updates if event.step in numbers]
@@ -237,13 +231,14 @@ def summarize(recording: Recording) -> Summary:
     own_copies = {lane: [event for event in copies[lane] if event.step in numbers] for lane in copies}
     d2h_bytes = sum(event.bytes for event in own_copies[D2H])
     h2d_bytes = sum(event.bytes for event in own_copies[H2D])
-    state = [event for lane in own_copies.values() for event in lane if event.kind == "state"]
+    both_ways = own_copies[D2H] + own_copies[H2D]
+    state = [event for event in both_ways if event.kind == "state"]
     state_bytes = sum(event.bytes for event in state)
-    weights = [event for lane in own_copies.values() for event in lane if event.kind in ("load", "write_back")]
-    weight_bytes = sum(event.bytes for event in weights)
+    weight_bytes = sum(event.bytes for event in both_ways if event.kind in ("load", "write_back"))
     windows = Counter(event.kind for event in events if event.lane == WINDOWS)
     norms = recording.norms
     collectives = [event for event in events if event.lane == RANKS]
+    sent_bytes = sum(event.bytes for event in collectives if event.step in numbers)
     for_ranks = [event for event in wait_events if event.param == OTHER_RANKS]
     bounds = recording.adaptive_windows
 
@@ -261,7 +256,7 @@ def summarize(recording: Recording) -> Summary:
         warm_up_steps=warm_up,
         evaluation_ms=(length_ns(elapsed) - total_ns) / _NS_PER_MS,
         step_ms=ms_per_step(total_ns),
-        step_ms_p95=_quantile(durations_ms, 0.95) if measured else None,
+        step_ms_p95=quantiles(durations_ms, n=20, method="inclusive")[-1] if measured else None,
         stall_ms_per_step=ms_per_step(length_ns(waits)),
         stall_share=length_ns(waits) / total_ns if total_ns else None,
         stall_early_share=_early_share(wait_events, measured, time, compute["forward"]),
@@ -295,30 +290,9 @@ def summarize(recording: Recording) -> Summary:
         selections=windows["select"],
         state_moves=len(state),
         rank_wait_ms_per_step=ms_per_step(length_ns(intersect(_spans(for_ranks), time))) if collectives else None,
-        sent_bytes_per_step=per_step(sum(event.bytes for event in collectives if event.step in numbers))
-        if collectives
-        else None,
+        sent_bytes_per_step=per_step(sent_bytes) if collectives else None,
         dense_gradients=dict(Counter(event.param for event in events if event.lane == GRADIENTS).most_common()),
     )
-
-
-def _warm_up_steps(durations_ns: list[int]) -> int:
-    """How many leading steps are far longer than the median, at most half of all; 0 of fewer than three steps."""
-    if len(durations_ns) < 3:
-        return 0
-    limit = _WARM_UP_FACTOR * median(durations_ns)
-    first_half = durations_ns[: len(durations_ns) // 2]
-    return len(list(takewhile(lambda duration_ns: duration_ns > limit, first_half)))
-
-
-def _compute_kinds(events: Iterable[Event], time: Intervals) -> dict[str, Intervals]:
-    """Measured time of each kind on the compute lane; nested kinds are cut out of those around them."""
-    spans: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.lane == COMPUTE:
-            spans[event.kind].append(event)
-    innermost_first = ("wait", "select", "merge", "update", "backward", "forward")
-    return exclusive((kind, intersect(_spans(spans[kind]), time)) for kind in innermost_first)
 
 
 def _early_share(waits: Iterable[Event], steps: list[Event], time: Intervals, forward: Intervals) -> float | None:
@@ -327,7 +301,6 @@ def _early_share(waits: Iterable[Event], steps: list[Event], time: Intervals, fo
     done = [0, *accumulate(end - start for start, end in forward)]
 
     def work_until(moment: int) -> int:
-        """Forward work done before ``moment``."""
         index = bisect_right(starts, moment)
         if index == 0:
             return 0
@@ -385,11 +358,3 @@ def _gb_per_s(events: list[Event]) -> float | None:
     """Bytes per nanosecond in which at least one of the events ran, which is 1e9 bytes per second."""
     busy_ns = length_ns(_spans(events))
     return sum(event.bytes for event in events) / busy_ns if busy_ns else None
-
-
-def _quantile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

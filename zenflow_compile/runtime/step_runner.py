@@ -130,7 +130,7 @@ class StepRunner(OptimizerRuntime):
             clip_gradients(self.registry, self.device, limit, self.shards)
         self.registry.finish_factors()
         if (timeline := self.recorder.timeline) is not None:
-            record_norms(self.registry, timeline, self.step)
+            record_norms(self.registry, timeline)
         self._updating = True  # last, so that an error above leaves it unset
 
     def _work_may_have_failed(self) -> bool:

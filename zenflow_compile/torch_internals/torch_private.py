@@ -1,4 +1,4 @@
-"""Private PyTorch APIs that the runtime uses. Each function says in which versions of PyTorch the API was seen.
+"""Private PyTorch APIs that the runtime uses, seen in torch 2.11 and 2.13 where a function names no other versions.
 
 ``torch_private_compiler`` has those of Dynamo, AOTAutograd and Inductor that the backend uses.
 """
@@ -18,7 +18,7 @@ from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed
@@ -35,7 +35,7 @@ def one_intra_op_thread() -> Iterator[None]:
 
     ``torch.set_num_threads`` would also change the count of the training thread; OpenMP's own setting belongs to the
     calling thread. The library is found through libtorch's dependencies, so that it is the OpenMP runtime that PyTorch
-    uses, whatever its name. Without OpenMP this does nothing. Seen in torch 2.11 and 2.13.
+    uses, whatever its name. Without OpenMP this does nothing.
     """
     openmp = _openmp()
     if openmp is None:
@@ -64,21 +64,21 @@ def _openmp() -> ctypes.PyDLL | None:
 
 
 def inductor_option_names() -> frozenset[str]:
-    """Names of Inductor's settings, such as ``"triton.cudagraphs"``. Seen in torch 2.11 and 2.13."""
+    """Names of Inductor's settings, such as ``"triton.cudagraphs"``."""
     from torch._inductor import list_options
 
     return frozenset(list_options())
 
 
 def inductor_modes() -> dict[str, dict[str, Any]]:
-    """Inductor's settings for every ``mode`` of ``torch.compile``. Seen in torch 2.11 and 2.13."""
+    """Inductor's settings for every ``mode`` of ``torch.compile``."""
     from torch._inductor import list_mode_options
 
     return {mode: dict(settings) for mode, settings in list_mode_options().items()}
 
 
 def cpp_compiler() -> tuple[str, ...] | None:
-    """The command of the C++ compiler that Inductor would use; None if there is none. Seen in torch 2.11 and 2.13.
+    """The command of the C++ compiler that Inductor would use; None if there is none.
 
     Inductor takes the variable CXX for the name of a program. With arguments, as in ``"ccache g++"``, it is split.
     """
@@ -95,7 +95,7 @@ def cpp_compiler() -> tuple[str, ...] | None:
 
 
 def extension_flags() -> tuple[str, ...]:
-    """Flags for the compiler of C++ that includes headers of c10. Seen in torch 2.11 and 2.13."""
+    """Flags for the compiler of C++ that includes headers of c10."""
     folder = Path(torch.__file__).parent
     return (
         *("-std=c++20", "-O2", "-fPIC", "-shared", "-w"),
@@ -117,7 +117,7 @@ def fused_adamw_multi_(
     weight_decay: float,
     eps: float,
 ) -> None:
-    """One AdamW step for a list of parameters of one dtype, in place. Seen in torch 2.11 and 2.13."""
+    """One AdamW step for a list of parameters of one dtype, in place."""
     torch._fused_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, [], steps,
         amsgrad=False, maximize=False, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
@@ -125,25 +125,24 @@ def fused_adamw_multi_(
 
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The id of the backward that runs in this thread; -1 outside of a backward. Seen in torch 2.11 and 2.13."""
+"""The id of the backward that runs in this thread; -1 outside of a backward."""
 
 
 queue_backward_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-"""Run a callback at the end of the current backward. Must be called while a backward runs. FSDP2 uses the same hook.
-Seen in torch 2.11 and 2.13."""
+"""Run a callback at the end of the current backward. Must be called while a backward runs. FSDP2 uses the same hook."""
 
 
 def inside_compiled_autograd() -> bool:
     """Whether compiled autograd captured the running backward; it calls no callback at its end.
 
-    FSDP2 makes the same check. Seen in torch 2.11 and 2.13.
+    FSDP2 makes the same check.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def inside_backward_node() -> bool:
-    """Whether a node of a backward is being evaluated in this thread. Seen in torch 2.11 and 2.13.
+    """Whether a node of a backward is being evaluated in this thread.
 
     True in the end callback of a backward that runs inside a node of another one: reentrant checkpointing.
     """
@@ -151,7 +150,7 @@ def inside_backward_node() -> bool:
 
 
 profiler_active: Callable[[], bool] = partial(getattr, _profiler, "_is_profiler_enabled")
-"""Whether ``torch.profiler`` or ``emit_nvtx`` records in some thread of this process. Seen in torch 2.11 and 2.13.
+"""Whether ``torch.profiler`` or ``emit_nvtx`` records in some thread of this process.
 
 ``torch.autograd._profiler_enabled`` tells less: it is False in threads that started before the profiler did. A partial,
 because it is called for every parameter, and costs a third of a function."""
@@ -159,7 +158,7 @@ because it is called for every parameter, and costs a third of a function."""
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> list[Callable[..., Any]]:
     """Hooks that users registered: ``kind`` is "state_dict_pre", "state_dict_post", "load_state_dict_pre" or
-    "load_state_dict_post". Seen in torch 2.11 and 2.13."""
+    "load_state_dict_post"."""
     return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
 
 
@@ -180,7 +179,7 @@ def accumulate_grad_node(param: Tensor) -> Any:
 
 
 def asked_for(accumulate_grad: Any) -> Asked:
-    """What the running backward does with the gradient of an ``AccumulateGrad`` node. Seen in torch 2.11 and 2.13."""
+    """What the running backward does with the gradient of an ``AccumulateGrad`` node."""
     try:
         return Asked.ACCUMULATE if torch._C._will_engine_execute_node(accumulate_grad) else Asked.NO
     except RuntimeError as error:
@@ -192,7 +191,7 @@ def asked_for(accumulate_grad: Any) -> Asked:
 def accumulates_all(accumulate_grads: Sequence[Any]) -> bool:
     """Whether the running backward accumulates the gradients of all these nodes; ``asked_for`` tells them apart.
 
-    One call for many nodes: each costs a tenth of ``asked_for``. Seen in torch 2.11 and 2.13.
+    One call for many nodes: each costs a tenth of ``asked_for``.
     """
     try:
         return all(map(torch._C._will_engine_execute_node, accumulate_grads))
@@ -201,7 +200,7 @@ def accumulates_all(accumulate_grads: Sequence[Any]) -> bool:
 
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a wrapper of other tensors, such as a ``DTensor``. Seen in torch 2.11 and 2.13."""
+    """Whether ``tensor`` is a wrapper of other tensors, such as a ``DTensor``."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(tensor))
@@ -213,34 +212,32 @@ def is_flattened_by_fsdp(tensor: Tensor) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a ``DTensor``; imports nothing. Seen in torch 2.11 and 2.13."""
+    """Whether ``tensor`` is a ``DTensor``; imports nothing."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(sharded: Any) -> Tensor:
     """The part of a ``DTensor`` that this rank has, itself: ``to_local()`` makes another tensor while autograd records.
-    FSDP2 reads the same attribute. Seen in torch 2.11 and 2.13."""
-    local: Tensor = sharded._local_tensor
-    return local
+    FSDP2 reads the same attribute."""
+    return cast(Tensor, sharded._local_tensor)
 
 
 def sharded_as(like: Any, local: Tensor) -> Tensor:
     """A ``DTensor`` with the mesh, placements and shape of ``like`` over ``local``.
 
-    FSDP2 makes gradients so; ``DTensor.from_local`` would make a view of ``local``. Seen in torch 2.11 and 2.13.
+    FSDP2 makes gradients so; ``DTensor.from_local`` would make a view of ``local``.
     """
     from torch.distributed.tensor import DTensor
 
-    made: Tensor = DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    return cast(Tensor, DTensor(local, like._spec, requires_grad=False))  # type: ignore[no-untyped-call]
 
 
 def sharded_along(like: Any, local: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
     """A ``DTensor`` of ``shape`` over ``local``, sharded along ``dim`` over the ranks that shard ``like``.
 
     ``local`` may be on the host also where the mesh is of devices; ``DTensor.from_local`` would move it there, and
-    ``torch.distributed.checkpoint`` takes both. Seen in torch 2.11 and 2.13.
+    ``torch.distributed.checkpoint`` takes both.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -248,12 +245,11 @@ def sharded_along(like: Any, local: Tensor, shape: tuple[int, ...], dim: int) ->
     placements = tuple(Shard(dim) if each.is_shard() else each for each in like.placements)
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(like.device_mesh, placements, TensorMeta(torch.Size(shape), stride, local.dtype))
-    made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    return cast(Tensor, DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]
 
 
 def _fully_sharded_groups() -> Iterator[Any]:
-    """The groups of parameters that ``fully_shard`` gathers together, of all models. Seen in torch 2.11 and 2.13."""
+    """The groups of parameters that ``fully_shard`` gathers together, of all models."""
     from torch.distributed._composable_state import _module_state_mapping
 
     for reference in list(_module_state_mapping.values()):
@@ -263,16 +259,13 @@ def _fully_sharded_groups() -> Iterator[Any]:
 
 
 def fully_sharded_params() -> Iterator[Tensor]:
-    """The parameters that ``fully_shard`` manages, of all models, also while modules hold gathered ones in their place.
-
-    Seen in torch 2.11 and 2.13.
-    """
+    """The parameters that ``fully_shard`` manages, of all models, also while modules hold gathered ones instead."""
     for group in _fully_sharded_groups():
         yield from (each.sharded_param for each in group.fsdp_params)
 
 
 def modules_with_shards(params: Sequence[Tensor]) -> list[nn.Module]:
-    """The modules that hold ``params``, which ``fully_shard`` manages. Seen in torch 2.11 and 2.13."""
+    """The modules that hold ``params``, which ``fully_shard`` manages."""
     wanted = {id(param) for param in params}
     infos = [each._module_info for group in _fully_sharded_groups() for each in group.fsdp_params
              if id(each.sharded_param) in wanted]  # fmt: skip
@@ -281,7 +274,7 @@ def modules_with_shards(params: Sequence[Tensor]) -> list[nn.Module]:
 
 
 class _ListenedUnshard:
-    """``FSDPParamGroup.unshard`` of one group, which calls listeners first. Seen in torch 2.11 and 2.13."""
+    """``FSDPParamGroup.unshard`` of one group, which calls listeners first."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -297,13 +290,11 @@ class _ListenedUnshard:
     def _stream(self, async_op: bool) -> AbstractContextManager[object]:
         """The stream that copies the shards into what is sent."""
         group = self._group
-        if not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):  # before the first forward
-            return nullcontext()
-        if group._all_gather_process_group.size() == 1:  # the gathered parameters are copies, made in this stream
+        # Before the first forward, or in a group of one rank, whose gathered parameters are copies made in this stream.
+        if not hasattr(group.comm_ctx, "all_gather_copy_in_stream") or group._all_gather_process_group.size() == 1:
             return nullcontext()
         stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-        context: AbstractContextManager[object] = group.device_handle.stream(stream)
-        return context
+        return cast("AbstractContextManager[object]", group.device_handle.stream(stream))
 
 
 class UnshardHandle:
@@ -343,7 +334,7 @@ def listen_to_unshard(params: Sequence[Tensor], listener: Callable[[Sequence[Ten
 def adds_to_sharded_grad() -> bool:
     """Whether FSDP2, which calls a hook on ``.grad``, has added the gradient to a tensor that was there.
 
-    Its function tells by a local variable. Seen in torch 2.11 and 2.13.
+    Its function tells by a local variable.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "foreach_reduce":
@@ -352,18 +343,13 @@ def adds_to_sharded_grad() -> bool:
 
 
 refuse_data_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""Make C++ code raise ``RuntimeError`` if it asks for the address of a tensor without memory. Fake tensors do the same.
-Seen in torch 2.11 and 2.13."""
+"""Make C++ code raise ``RuntimeError`` if it asks for the address of a tensor without memory, as for fake ones."""
 
 
 def _references(param: Tensor) -> tuple[int, int, int]:
     """Counts of references to ``param.grad``: from Python, to the tensor, to its storage. Includes this function's."""
     grad: Any = param.grad
-    return (
-        sys.getrefcount(grad),
-        grad._use_count(),
-        torch._C._storage_Use_Count(grad.untyped_storage()._cdata),
-    )
+    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
 
 
 @cache
@@ -386,7 +372,7 @@ def only_parameter_holds_grad(param: Tensor) -> bool:
 def describes_for_tracing() -> bool:
     """Whether the caller's caller describes tensors to make fake ones: it reads a storage's size and no values.
 
-    Dynamo describes ``.grad`` together with its parameter. Seen in torch 2.11 and 2.13.
+    Dynamo describes ``.grad`` together with its parameter.
     """
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
@@ -394,8 +380,7 @@ def describes_for_tracing() -> bool:
 def skipped_by_dynamo(function: Callable[_P, _T], *, with_callees: bool = True) -> Callable[_P, _T]:
     """Keep Dynamo from compiling ``function``, and all functions that it calls, where eager code or C++ calls it.
 
-    Unlike ``outside_of_graphs`` this costs nothing per call. Calls that Dynamo traces are not affected. Seen in torch
-    2.11 and 2.13.
+    Unlike ``outside_of_graphs`` this costs nothing per call. Calls that Dynamo traces are not affected.
 
     Args:
         with_callees: False: the functions that it calls are still compiled.
@@ -411,10 +396,9 @@ def skipped_by_dynamo(function: Callable[_P, _T], *, with_callees: bool = True) 
 def outside_of_graphs(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make Dynamo call ``function`` instead of tracing it, without importing Dynamo now.
 
-    PyTorch decorates methods of its optimizers in the same way. Seen in torch 2.11 and 2.13.
+    PyTorch decorates methods of its optimizers in the same way.
     """
-    decorated: Callable[_P, _T] = torch._disable_dynamo(function)  # type: ignore[attr-defined]
-    return decorated
+    return cast("Callable[_P, _T]", torch._disable_dynamo(function))  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -423,7 +407,7 @@ def outside_of_transforms() -> Iterator[None]:
 
     Suspends functorch's transforms, dispatch modes (``make_fx``, non-strict ``torch.export``), function modes (export
     records changes of the grad mode with one), ``torch.jit.trace``, gradients, and inference mode, whose tensors could
-    not be written later. Seen in torch 2.11 and 2.13.
+    not be written later.
     """
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
@@ -457,13 +441,12 @@ class Refusal(NamedTuple):
 
 REFUSAL = "_refusal"
 """Name of the attribute in which the Python object of a storage has its ``Refusal``. That object lives as long as the
-storage. Seen in torch 2.11 and 2.13."""
+storage."""
 
 
 def refusal_of(storage: torch.UntypedStorage) -> Refusal | None:
     """Why PyTorch raises if code asks for the address of ``storage``; None: it does not."""
-    refusal: Refusal | None = storage.__dict__.get(REFUSAL)
-    return refusal
+    return cast("Refusal | None", storage.__dict__.get(REFUSAL))
 
 
 def address(tensor: Tensor) -> int:
@@ -472,7 +455,7 @@ def address(tensor: Tensor) -> int:
 
 
 same_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-"""Whether two tensors have one storage. Seen in torch 2.11 and 2.13."""
+"""Whether two tensors have one storage."""
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
@@ -484,7 +467,7 @@ class MemoryMark:
     """Recognizes the memory of a tensor without keeping it alive, or reading its address, which may be refused.
 
     An address is not enough: freed memory is soon reused for another tensor. A weak reference to the storage keeps its
-    identity from being reused. Seen in torch 2.11 and 2.13.
+    identity from being reused.
 
     Attributes:
         offset: of the tensor's first element in the storage, in elements.
@@ -514,7 +497,7 @@ def saves_tensors_elsewhere() -> bool:
 
 
 storage_identity: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""What tells a storage from all others that live at the same time. Seen in torch 2.11 and 2.13."""
+"""What tells a storage from all others that live at the same time."""
 
 
 _own_version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
@@ -525,7 +508,7 @@ def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
     """Return a number for each tensor, equal for two tensors if and only if they share a version counter.
 
     It sets every tensor's version to its position: tensors that share a counter then read the same version. It restores
-    the versions. Tensors of inference mode have no counter. Seen in torch 2.11 and 2.13.
+    the versions. Tensors of inference mode have no counter.
     """
     labels = list(range(len(tensors)))
     counted = [index for index in labels if not tensors[index].is_inference()]
@@ -538,15 +521,14 @@ def version_counter_labels(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def shared_store(prefix: str) -> torch._C._distributed_c10d.Store:
-    """The key-value store that the processes of a run share, for keys of one prefix. Seen in torch 2.11 and 2.13."""
+    """The key-value store that the processes of a run share, for keys of one prefix."""
     store = torch.distributed.distributed_c10d._get_default_store()
     return torch._C._distributed_c10d.PrefixStore(prefix, store)
 
 
 def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of ``group`` waits for the other ranks. Seen in torch 2.11 and 2.13."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
+    """How long a collective of ``group`` waits for the other ranks."""
+    return group._get_backend(device).options._timeout
 
 
 def start_reduce_scatter(out: Tensor, packed: Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
@@ -554,15 +536,13 @@ def start_reduce_scatter(out: Tensor, packed: Tensor, group: torch.distributed.P
 
     Torch 2.13 has a new name for it, and a warning under the old one.
     """
-    new = getattr(torch.distributed, "reduce_scatter_single", None)
-    start = torch.distributed.reduce_scatter_tensor if new is None else new
-    work: torch.distributed.Work = start(out, packed, op=torch.distributed.ReduceOp.AVG, group=group, async_op=True)
-    return work
+    start = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)
+    return cast(
+        torch.distributed.Work, start(out, packed, op=torch.distributed.ReduceOp.AVG, group=group, async_op=True)
+    )
 
 
 def start_all_gather(out: Tensor, block: Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work:
     """Start to gather ``block`` of each rank in ``out``. Torch 2.13 has a new name for it, see above."""
-    new = getattr(torch.distributed, "all_gather_single", None)
-    start = torch.distributed.all_gather_into_tensor if new is None else new
-    work: torch.distributed.Work = start(out, block, group=group, async_op=True)
-    return work
+    start = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+    return cast(torch.distributed.Work, start(out, block, group=group, async_op=True))

@@ -1,6 +1,7 @@
 """Private APIs of PyTorch's compilers that the backend uses: Dynamo, AOTAutograd, Inductor.
 
-``torch_private`` has those that the runtime uses. No other file of the package uses private APIs.
+``torch_private`` has those that the runtime uses, and says in which versions both were seen. No other file of the
+package uses private APIs.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
@@ -51,30 +53,19 @@ def compile_call() -> CompileCall:
         user code         model(x)
 
     ``OptimizeContext`` is ``self`` of the wrapper that ``torch.compile`` made. It compiles a function, whose ``self``
-    may be a module, or is called by the ``OptimizedModule`` that stands for one. Seen in torch 2.11 and 2.13.
+    may be a module, or is called by the ``OptimizedModule`` that stands for one.
     """
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     call, end = _compile_call_of(frames)
     return CompileCall(**call, **_dynamo_scopes(frames[:end]))
 
 
 def inside_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` has put other tensors in the place of a module's parameters for this call.
-
-    Seen in torch 2.11 and 2.13.
-    """
+    """Whether ``torch.func.functional_call`` has replaced a module's parameters for this call."""
     from torch.nn.utils import stateless
 
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is stateless._functional_call.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    code = stateless._functional_call.__code__
+    return any(frame.f_code is code for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def _dynamo_scopes(frames: Sequence[FrameType]) -> dict[str, Any]:
@@ -137,7 +128,7 @@ class CapturedGraph:
 
 
 def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
-    """Keep the backend's arguments, with fake tensors for tensors. Seen in torch 2.11 and 2.13."""
+    """Keep the backend's arguments, with fake tensors for tensors."""
     from torch._guards import CompileContext, TracingContext
 
     context = TracingContext.try_get()
@@ -171,7 +162,7 @@ def compile_again(captured: CapturedGraph, compiler: Callable[..., Any]) -> Call
     """Run ``compiler(graph, inputs)`` on a captured graph from inside a running program.
 
     Dynamo does the same for specializations, and AOTAutograd for backwards that it compiles late. The guards of the
-    first compilation also hold for this one, which has the same graph and shapes. Seen in torch 2.11 and 2.13.
+    first compilation also hold for this one, which has the same graph and shapes.
     """
     from torch._guards import TracingContext, compile_context, tracing
 
@@ -188,8 +179,7 @@ def compile_again(captured: CapturedGraph, compiler: Callable[..., Any]) -> Call
 def while_tracing(function: Callable[[Any], None]) -> None:
     """Have Dynamo run ``function(context)`` while it traces this call. The graph does not contain the call.
 
-    Args:
-        function: a function of a module's namespace; see ``traced_call`` for its argument.
+    ``function`` is of a module's namespace; see ``traced_call`` for its argument.
     """
     from torch._dynamo.comptime import comptime
 
@@ -266,7 +256,7 @@ def forget_graphs_of_others(backend: str) -> None:
 
 
 def inside_ddp(call: CompileCall | None) -> bool:
-    """Whether a forward of DistributedDataParallel is under way. Seen in torch 2.11 and 2.13.
+    """Whether a forward of DistributedDataParallel is under way.
 
     Args:
         call: the compilation that is under way, whose frame may have such a module; None where a compiled graph runs.
@@ -281,7 +271,7 @@ def inside_ddp(call: CompileCall | None) -> bool:
 
 
 def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
-    """The outermost module through which Dynamo found an input. Seen in torch 2.11 and 2.13."""
+    """The outermost module through which Dynamo found an input."""
     chain = [source]
     while (base := getattr(chain[-1], "base", None)) is not None:
         chain.append(base)
@@ -297,23 +287,18 @@ def source_module(source: Any, call: CompileCall) -> torch.nn.Module | None:
 
 
 def backend_error(error: Exception) -> Exception:
-    """Return an error of the same type and text that Dynamo does not turn into ``BackendCompilerFailed``.
-
-    Seen in torch 2.11 and 2.13.
-    """
+    """Return an error of the same type and text that Dynamo does not turn into ``BackendCompilerFailed``."""
     from torch._dynamo.exc import ShortenTraceback
 
     kind = type(type(error).__name__, (ShortenTraceback, type(error)), {"__module__": type(error).__module__})
-    made: Exception = kind(*error.args, first_useful_frame=None)
-    return made
+    return cast(Exception, kind(*error.args, first_useful_frame=None))
 
 
 def aot_inputs(graph: torch.fx.Graph) -> dict[int, torch.fx.Node]:
     """Placeholders of an AOTAutograd graph, by the index of the corresponding input of Dynamo's graph.
 
     AOTAutograd describes every input, so tokens, symbolic sizes, saved tensors and removed duplicates shift no index.
-    Inputs that it replaced (the parts of a tensor subclass, the base of several views) are not in the result. Seen in
-    torch 2.11 and 2.13.
+    Inputs that it replaced (the parts of a tensor subclass, the base of several views) are not in the result.
 
     Raises:
         RuntimeError: the graph has no descriptions.
@@ -328,10 +313,7 @@ def aot_inputs(graph: torch.fx.Graph) -> dict[int, torch.fx.Node]:
 
 
 def aot_gradients(graph: torch.fx.Graph) -> dict[int, int]:
-    """Positions, in a backward graph's outputs, of the gradients of the Dynamo graph's inputs, by input index.
-
-    Seen in torch 2.11 and 2.13.
-    """
+    """Positions, in a backward graph's outputs, of the gradients of the Dynamo graph's inputs, by input index."""
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
     output = graph.output_node()
@@ -348,7 +330,7 @@ def readers_of_memory(
 ) -> dict[torch.fx.Node, list[torch.fx.Node]]:
     """For each node, the operators that read its memory, through itself or any view of it.
 
-    Fake tensors share storages as the real ones do. Seen in torch 2.11 and 2.13.
+    Fake tensors share storages as the real ones do.
     """
     aliases: dict[int | None, list[torch.fx.Node]] = {}
     for node in graph.nodes:
@@ -360,7 +342,7 @@ def readers_of_memory(
 
 
 def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
-    """The schema of the operator that the node calls; None for a node that calls none. Seen in torch 2.11 and 2.13."""
+    """The schema of the operator that the node calls; None for a node that calls none."""
     return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
 
 
@@ -373,8 +355,7 @@ def storage_of_value(value: Any) -> int | None:
     """As ``storage_of``, of an example value."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:  # a sparse tensor has no storage
         return None
-    storage: int = value.untyped_storage()._cdata
-    return storage
+    return cast(int, value.untyped_storage()._cdata)
 
 
 def calls_subgraph(node: torch.fx.Node) -> bool:
@@ -492,7 +473,7 @@ def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> 
     Inductor numbers the regions between mutations before our nodes exist. With the old numbers, its passes would move
     reads of a parameter over our writes. Inductor also changes the layout of outputs for convolutions. If the output is
     an input that is saved for the backward, the whole graph then uses the converted copy, and our write to the
-    parameter goes to that copy. Outputs that are visible to the user keep their layout. Seen in torch 2.11 and 2.13.
+    parameter goes to that copy. Outputs that are visible to the user keep their layout.
 
     Args:
         written: inputs that inserted nodes write to.
@@ -509,10 +490,7 @@ def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> 
 
 
 def fake_mode_of(graph: torch.fx.Graph) -> AbstractContextManager[Any]:
-    """The fake mode of the graph's example values; a null context for a graph without example values.
-
-    Seen in torch 2.11 and 2.13.
-    """
+    """The fake mode of the graph's example values; a null context for a graph without example values."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
@@ -533,15 +511,12 @@ def copy_origin(source: torch.fx.Node, node: torch.fx.Node) -> None:
 
 
 def printed_graph(gm: torch.fx.GraphModule) -> str:
-    """The graph as Python code, with shapes and source lines. Seen in torch 2.11 and 2.13."""
+    """The graph as Python code, with shapes and source lines."""
     return gm.print_readable(print_output=False)
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Write a text artifact to the structured trace (``TORCH_TRACE``, tlparse); ``payload`` is not called without one.
-
-    Seen in torch 2.11 and 2.13.
-    """
+    """Write a text artifact to the structured trace (``TORCH_TRACE``); ``payload`` is not called without one."""
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
@@ -624,26 +599,18 @@ def compile_with_inductor(
 
     AOTAutograd's cache does not know of ``rewrite`` and would load graphs of a plain compilation: it is off for ours.
     The FX graph cache sees the rewritten graph and stays on. The backward is compiled lazily, outside of any
-    ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not. Seen in 2.11 and 2.13.
-
-    Args:
-        recomputed: see ``recompute_in_backward``.
+    ``config.patch`` around this call: ``config_patches`` reaches it, a patch here would not.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     if rewrite is None:
-        plain: Callable[..., Any] = compile_fx(gm, inputs, config_patches=config_patches)
-        return plain
+        return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=config_patches))
 
     def inner_compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Any:
-        phase = "forward"
-        if keywords.get("is_backward"):
-            phase = "backward"
-        elif keywords.get("is_inference"):
-            phase = "inference"
-        wrap = rewrite(graph, phase)
+        flagged = (phase for phase in ("backward", "inference") if keywords.get(f"is_{phase}"))
+        wrap = rewrite(graph, next(flagged, "forward"))
         with inductor_config.patch({"aot_inductor.metadata": cache_note(graph.graph, version)}):
             return wrap(compile_fx_inner(graph, example_inputs, **keywords))
 
@@ -686,13 +653,10 @@ def compile_with_aot(
     rewrite: Rewrite | None,
     recomputed: Recomputed = Recomputed(),
 ) -> Callable[..., Any]:
-    """Run AOTAutograd's graphs, rewritten, node by node, without code generation. Seen in torch 2.11 and 2.13.
+    """Run AOTAutograd's graphs, rewritten, node by node, without code generation.
 
     It uses Inductor's partitioner, which saves weights themselves. AOTAutograd's default would save transposed views of
     them: the passes could not tell which parameter's memory these read.
-
-    Args:
-        recomputed: see ``recompute_in_backward``.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func

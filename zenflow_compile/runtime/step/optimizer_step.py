@@ -165,7 +165,7 @@ def _total_norm(norms: list[Tensor], device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 
-def record_norms(registry: ParamRegistry, timeline: Timeline, step: int) -> None:
+def record_norms(registry: ParamRegistry, timeline: Timeline) -> None:
     """Record the share of squared gradient norm in the selected slices."""
     used = (GradientState.PARTS, GradientState.CONSUMED)
     present = [offloaded for offloaded in registry.offloaded.values() if offloaded.state in used]
@@ -173,4 +173,4 @@ def record_norms(registry: ParamRegistry, timeline: Timeline, step: int) -> None
         return
     sides = [offloaded.device for offloaded in present]
     selected = torch.stack([side.selected_norm() for side in sides]).sum()
-    timeline.add_norms(step, selected, torch.stack([side.norms.sum() for side in sides]).sum())
+    timeline.add_norms(selected, torch.stack([side.norms.sum() for side in sides]).sum())
