@@ -230,15 +230,11 @@ def _at_best(limit: Limit, blocking: bool) -> str:
 
 def _reached(measured: Bandwidths, summary: Summary) -> Bandwidths:
     """Measured bandwidths, or the run's own where it was faster: the machine may have been busy when measured."""
-
-    def best(measured: float, gb_per_s: float | None) -> float:
-        return max(measured, 1e9 * (gb_per_s or 0.0))
-
     return replace(
         measured,
-        host=best(measured.host, summary["host_update_gb_per_s"]),
-        to_host=best(measured.to_host, summary["d2h_gb_per_s"]),
-        to_device=best(measured.to_device, summary["h2d_gb_per_s"]),
+        host=max(measured.host, 1e9 * (summary["host_update_gb_per_s"] or 0.0)),
+        to_host=max(measured.to_host, 1e9 * (summary["d2h_gb_per_s"] or 0.0)),
+        to_device=max(measured.to_device, 1e9 * (summary["h2d_gb_per_s"] or 0.0)),
     )
 
 
@@ -250,11 +246,12 @@ def print_ranks(summaries: Sequence[Summary], console: Console | None = None) ->
     for column in ("step", "own work", "waits for ranks", "host update", "D2H MB", "H2D MB", "sent MB"):
         table.add_column(column, justify="right")
     for rank, summary in enumerate(summaries):
+        moved = (summary["d2h_bytes_per_step"], summary["h2d_bytes_per_step"], summary["sent_bytes_per_step"])
         table.add_row(
             str(rank),
             *map(_ms, (summary["step_ms"], own_ms(summary), summary["rank_wait_ms_per_step"])),
             _ms(summary["host_update_ms_per_step"]),
-            *(_mb(summary[key]) for key in ("d2h_bytes_per_step", "h2d_bytes_per_step", "sent_bytes_per_step")),
+            *(_NOT_MEASURED if count is None else f"{count / 1e6:.2f}" for count in moved),
         )
     console.print()
     console.print(table, highlight=False)
@@ -318,7 +315,3 @@ def _size(count: float | None, suffix: str) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _mb(count: float | None) -> str:
-    return _NOT_MEASURED if count is None else f"{count / 1e6:.2f}"
