@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.training import (
-    ADAM,
-    EAGER_BACKEND,
-    OFFLOAD_ALL,
-    Training,
-    batch,
-)
+from tests.support.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, batch, take_step
 from zenflow_compile import ZenFlowAdamW, optimizer_of
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 
@@ -123,9 +117,7 @@ class Cut:
         self.loss(step).backward()
         inputs, targets = batch(step)
         self.other.has_out = self.model.has_out
-        nn.functional.cross_entropy(self.other(inputs), targets).backward()
-        self.adam.step()
-        self.adam.zero_grad()
+        take_step(nn.functional.cross_entropy(self.other(inputs), targets), self.adam)
 
     def loss(self, step: int) -> Tensor:
         inputs, targets = batch(step)
@@ -287,9 +279,7 @@ def test_forward_ahead_of_a_reselecting_step() -> None:
         for _ in range(6):
             losses = [call(torch.randn(8, 32)).square().mean() for _ in range(2)]
             for loss in losses:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(loss, optimizer)
         if isinstance(optimizer, ZenFlowAdamW):
             assert optimizer.engine.uploads.selections > 2
             optimizer.close()

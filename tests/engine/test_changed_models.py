@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.usefixtures("small_weights")
@@ -80,9 +80,7 @@ def train(call: Any, optimizer: Any, *steps: int) -> list[float]:
     losses = []
     for step in steps:
         loss = call(batch(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         losses.append(float(loss.detach()))
     return losses
 

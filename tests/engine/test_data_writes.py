@@ -24,6 +24,7 @@ from tests.support.training import (
     Training,
     batch,
     mlp,
+    take_step,
 )
 from zenflow_compile import ZenFlowAdamW
 
@@ -165,9 +166,7 @@ def test_parameters_without_elements_train(shape: tuple[int, ...]) -> None:
     optimizer = ZenFlowAdamW([*layer.parameters(), empty], device_share=0.0, min_offload_size=0)
     before = layer.weight.detach().clone()
     for _ in range(2):
-        (layer(torch.ones(2, 8)).sum() + empty.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step((layer(torch.ones(2, 8)).sum() + empty.sum()), optimizer)
     optimizer.close()
     assert not torch.equal(layer.weight, before)
 
@@ -189,9 +188,7 @@ def test_forward_that_assigns_data_is_refused() -> None:
     adamw = torch.optim.AdamW(expected.parameters(), **ADAM)
     for step in range(4):
         for each, stepping in ((model, optimizer), (expected, adamw)):
-            each(batch(step)[0]).square().mean().backward()
-            stepping.step()
-            stepping.zero_grad()
+            take_step(each(batch(step)[0]).square().mean(), stepping)
     optimizer.synchronize()
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -214,8 +211,6 @@ def test_forward_may_write_weights_without_overlap() -> None:
         call = torch.compile(model, **entry) if entry else model
         for step in range(5):
             loss = call(batch(step)[0]).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
             losses[number].append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-6)

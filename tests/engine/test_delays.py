@@ -16,10 +16,8 @@ from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFL
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device import thread_lane
 
-SETTINGS = settings(
-    "windows", "stale_every_step", "reselecting", "auto", "summed", "compressed_stale", "summed_stale_warm_up"
-)
-STREAMED = settings("streamed", "every_second_streamed", "windows_and_streamed")
+SETTINGS = settings("windows stale_every_step reselecting auto summed compressed_stale summed_stale_warm_up")
+STREAMED = settings("streamed every_second_streamed windows_and_streamed")
 THREE_WORKERS = {"workers": 1.0}
 
 

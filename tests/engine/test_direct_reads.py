@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, take_step
 from tests.support.weight_readers import READERS, in_child
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build, storage_reads
@@ -46,9 +46,7 @@ class Trained:
 
     def train(self, steps: int, rows: int = 8) -> None:
         for _ in range(steps):
-            self.call(batch(rows)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.call(batch(rows)).square().mean(), self.optimizer)
 
     def close(self) -> None:
         self.optimizer.close()
@@ -169,9 +167,7 @@ def test_read_behind_a_graph_break_is_right() -> None:
     optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM)
     call = torch.compile(model, **EAGER_BACKEND)
     for _ in range(2):
-        call(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(call(batch()).square().mean(), optimizer)
     with torch.no_grad():
         found = call(batch(), True)
         weight = model.state_dict()["weight"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.settings import settings
 from tests.support.training import (
     ADAM,
     EAGER_BACKEND,
@@ -27,14 +28,7 @@ from zenflow_compile.options.options import Options
 
 pytestmark = pytest.mark.timeout(120)
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "windows": {},
-    "stale": {"staleness": 1},
-    "auto": {"update_interval": (1, 4)},
-    "summed": {"gradient_transfer": "mean"},
-    "clipped": {"max_grad_norm": 0.01},
-    "exact": {"update_interval": 1},
-}
+SETTINGS = settings("windows stale_windows bounded_auto summed_windows tightly_clipped each_step")
 END = 6
 
 
@@ -54,7 +48,7 @@ def test_last_step_flushes(name: str, entry: dict[str, Any] | None) -> None:
     assert not ours.optimizer.engine.unapplied
     assert_same(ours.weights_as_they_are(), expected.weights_as_they_are())
     assert_same(ours.run(END, 2 * END + 1).weights(), expected.run(END, 2 * END + 1).weights())
-    assert bool(ours.optimizer.engine.unapplied) == (name != "exact")
+    assert bool(ours.optimizer.engine.unapplied) == (name != "each_step")
 
 
 def test_steps_before_the_last_do_not_flush() -> None:
@@ -117,11 +111,7 @@ def main(**options):
     training.saved()
     return training
 """
-ENDS: dict[str, str] = {
-    "alive": "kept = main()",
-    "collected": "main()",
-    "two": "main(); main()",
-}
+ENDS: dict[str, str] = {"alive": "kept = main()", "collected": "main()", "two": "main(); main()"}
 APPLIED: dict[str, str] = {
     "flushed": "kept = main(); kept.optimizer.flush()",
     "closed": "main().optimizer.close()",

@@ -29,9 +29,7 @@ EVERY_STEP: dict[str, Any] = {"update_interval": 1, "select_interval": 1}
 SETTINGS = {
     "every_step": {**EVERY_STEP, "topk_ratio": 0.3},
     "half": {**EVERY_STEP, "topk_ratio": 0.5},
-    **settings(
-        "reselecting", "auto", "stale_every_step", "summed_stale_warm_up", "compressed_reselecting", "zero_infinity"
-    ),
+    **settings("reselecting auto stale_every_step summed_stale_warm_up compressed_reselecting zero_infinity"),
 }
 DTYPES = [torch.float32, torch.bfloat16]
 

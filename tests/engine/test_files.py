@@ -27,7 +27,7 @@ from tests.engine.test_failures import root_of, train_until_it_fails
 from tests.support.gated_jobs import gated
 from tests.support.patches import failing
 from tests.support.settings import settings
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same, take_step
 from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.nvme import cache as nvme_cache
 from zenflow_compile.runtime.nvme import state_file
@@ -39,9 +39,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 
 pytestmark = pytest.mark.timeout(120)
 
-SETTINGS = settings(
-    "zero_infinity", "windows", "reselecting", "auto", "stale_every_step", "summed_warm_up", "compressed_stale"
-)
+SETTINGS = settings("zero_infinity windows reselecting auto stale_every_step summed_warm_up compressed_stale")
 LAYERS = 8
 CHUNK_BYTES = 12 * 32 * 32  # of a layer, all of it on the host
 
@@ -127,9 +125,7 @@ def test_files_train_to_the_bits_of_memory(
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 def test_late_file_access_leaves_weights_unchanged(
-    entry: dict[str, Any] | None,
-    options: dict[str, Any],
-    files: Directories,
+    entry: dict[str, Any] | None, options: dict[str, Any], files: Directories
 ) -> None:
     """Reads and writes wait for up to 4 ms, and run in random order."""
     expected = in_memory(options, entry, torch.float32).run(0, 8).weights()
@@ -316,9 +312,7 @@ def test_later_group_trains_like_an_early_one(files: Directories) -> None:
             if step == 3:
                 optimizer.add_param_group({"params": list(second.parameters())})
             torch.manual_seed(step)
-            second(first(torch.randn(4, 32))).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(second(first(torch.randn(4, 32))).square().sum(), optimizer)
             second.zero_grad()
         optimizer.close()
         ends.append([param.detach().clone() for param in (*first.parameters(), *second.parameters())])

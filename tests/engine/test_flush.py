@@ -9,23 +9,21 @@ import pytest
 import torch
 
 from tests.support.gated_jobs import UPDATES, failing, gated
+from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, LARGEST_STATE, Training, assert_same
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 
 pytestmark = pytest.mark.timeout(60)
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "windows": {},
-    "stale": {"staleness": 1},
-    "auto": {"update_interval": (1, 4)},
-    "summed": {"gradient_transfer": "mean"},
-    "compressed": {"gradient_transfer": "int8"},
-    "clipped": {"max_grad_norm": 0.01},
+SETTINGS = {
+    **settings(
+        "windows bounded_auto compressed", stale="stale_windows", summed="summed_windows", clipped="tightly_clipped"
+    ),
     "files": {"offload_device": "nvme", "host_window_bytes": LARGEST_STATE},
 }
 
 
-def settings(name: str, folder: Path) -> dict[str, Any]:
+def options_of(name: str, folder: Path) -> dict[str, Any]:
     options = {"update_interval": 4, **SETTINGS[name]}
     return {**options, "nvme_path": folder} if name == "files" else options
 
@@ -36,7 +34,7 @@ def test_flush_and_close_leave_equal_weights(name: str, entry: dict[str, Any] | 
     for steps in (3, 6):
         (folders := (tmp_path / f"a{steps}", tmp_path / f"b{steps}"))[0].mkdir()
         folders[1].mkdir()
-        flushed, closed = (Training(entry, settings(name, folder)).run(0, steps) for folder in folders)
+        flushed, closed = (Training(entry, options_of(name, folder)).run(0, steps) for folder in folders)
         before = flushed.weights()
         flushed.optimizer.flush()
         weights = flushed.weights_as_they_are()
@@ -57,27 +55,27 @@ def test_flush_and_close_leave_equal_weights(name: str, entry: dict[str, Any] | 
         assert_same(flushed.weights_as_they_are(), weights)
 
 
-@pytest.mark.parametrize("name", ["windows", "stale", "auto", "summed", "compressed"])
+@pytest.mark.parametrize("name", ["windows", "stale_windows", "bounded_auto", "summed_windows", "compressed"])
 def test_training_resumes_after_a_flush(name: str, tmp_path: Path) -> None:
     """A run that resumes from a state saved after a flush equals the run that was flushed."""
-    training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
+    training = Training(EAGER_BACKEND, options_of(name, tmp_path)).run(0, 6)
     training.optimizer.flush()
     saved = training.saved()
     expected = training.run(6, 15).weights()
-    assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(6, 15).weights(), expected)
+    assert_same(Training(EAGER_BACKEND, options_of(name, tmp_path)).load(saved).run(6, 15).weights(), expected)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
 def test_flush_keeps_gradients_before_a_step(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
-    training = Training(entry, settings(name, tmp_path)).run(0, 6)
+    training = Training(entry, options_of(name, tmp_path)).run(0, 6)
     training.backward(6)
     before = [param.grad.clone() for param in training.model.parameters()]
     training.optimizer.flush()
     weights = training.weights()
     for grad, param in zip(before, training.model.parameters(), strict=True):
         assert torch.equal(param.grad.clone(), grad)
-    twin = Training(entry, settings(name, tmp_path)).run(0, 6)
+    twin = Training(entry, options_of(name, tmp_path)).run(0, 6)
     twin.optimizer.flush()
     assert_same(twin.weights(), weights)
     for param, grad in zip(twin.model.parameters(), before, strict=True):
@@ -94,7 +92,7 @@ def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
 
     A state that is saved then continues as this run does.
     """
-    training = Training(EAGER_BACKEND, settings(name, tmp_path)).run(0, 6)
+    training = Training(EAGER_BACKEND, options_of(name, tmp_path)).run(0, 6)
     best = {name: torch.randn_like(value) for name, value in training.model.state_dict().items()}
     training.step(6)
     training.model.load_state_dict(best)
@@ -107,7 +105,7 @@ def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
         assert each.pending is None or each.pending.window_sum is None or not each.pending.window_sum.coefficients
     saved = training.saved()
     expected = training.run(7, 15).weights()
-    assert_same(Training(EAGER_BACKEND, settings(name, tmp_path)).load(saved).run(7, 15).weights(), expected)
+    assert_same(Training(EAGER_BACKEND, options_of(name, tmp_path)).load(saved).run(7, 15).weights(), expected)
 
 
 def test_flush_warns_of_summed_gradients() -> None:

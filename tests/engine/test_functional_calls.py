@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.support.training import ADAM, EAGER_BACKEND
+from tests.support.training import ADAM, EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
 
@@ -65,9 +65,7 @@ def train(call: Any, optimizer: Any, *losses: Loss, first: int = 0) -> list[floa
     found = []
     for step, each in enumerate(losses, start=first):
         loss = each(call, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         found.append(float(loss.detach()))
     return found
 

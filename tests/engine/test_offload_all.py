@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.copies import Copies
 from tests.support.patches import failing, host_memory
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch, mlp
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch, mlp, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, copy_without_gil
 from zenflow_compile.runtime.host import device_memory
@@ -202,9 +202,7 @@ def test_group_is_added_to_given_back_memory() -> None:
         layers.append(layer)
     for step in range(2, 6):
         for each, layer in zip((plain, moved), layers, strict=True):
-            layer(each.call(batch(step)[0])).square().mean().backward()
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            take_step(layer(each.call(batch(step)[0])).square().mean(), each.optimizer)
         moved.optimizer.offload_all()  # more than the first time
     assert_equal_runs(moved, plain)
     assert all(map(torch.equal, layers[0].parameters(), layers[1].parameters()))

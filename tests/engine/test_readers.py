@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from tests.support.gated_jobs import UPDATES, gated
-from tests.support.training import EAGER_BACKEND, IN_FLIGHT
+from tests.support.training import EAGER_BACKEND, IN_FLIGHT, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 
@@ -87,9 +87,7 @@ class Pair:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.loss(self.expected, step).backward()
-        self.adamw.step()
-        self.adamw.zero_grad()
+        take_step(self.loss(self.expected, step), self.adamw)
 
     def loss(self, model: Any, step: int) -> Tensor:
         loss: Tensor = model(batch(step)).square().mean()
@@ -268,11 +266,7 @@ def hooks_of(model: nn.Module) -> int:
     return sum(
         len(hooks)
         for module in model.modules()
-        for hooks in (
-            module._forward_pre_hooks,
-            module._state_dict_pre_hooks,
-            module._load_state_dict_pre_hooks,
-        )
+        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
     )
 
 
@@ -401,9 +395,7 @@ def test_state_dict_of_a_model_in_a_compiled_function(passed: bool) -> None:
         call = torch.compile(loss, **EAGER_BACKEND) if optimizer_class is ZenFlowAdamW else loss
         optimizer = optimizer_class(model.parameters(), **options)
         for step in range(STEPS):
-            call(batch(step), *((model,) if passed else ())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(call(batch(step), *((model,) if passed else ())), optimizer)
         states.append({name: value.clone() for name, value in model.state_dict().items()})
     for name, expected in states[0].items():
         torch.testing.assert_close(states[1][name], expected, atol=CLOSE, rtol=0)
@@ -420,9 +412,6 @@ def test_cast_of_a_module_with_two_optimizers() -> None:
         optimizers = [ZenFlowAdamW([param], **{**EXACT, **options}) for param in (model.weight, model.second)]
         call = torch.compile(lambda x, model=model: model(x, x) @ model.second, **EAGER_BACKEND)
         for step in range(2):
-            call(batch(step)).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            take_step(call(batch(step)).square().mean(), *optimizers)
         models.append(model.double())
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

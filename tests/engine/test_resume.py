@@ -16,24 +16,9 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device import thread_lane
 
 SETTINGS = settings(
-    "windows",
-    "auto",
-    "stale_windows",
-    "stale_every_step",
-    "reselecting",
-    "device_share",
-    "zero_offload",
-    "resident",
-    "twinflow",
-    "streamed",
-    "every_second_streamed",
-    "windows_and_streamed",
-    "clipped",
-    "summed_clipped",
-    "summed_auto",
-    "compressed_clipped",
-    "compressed_reselecting",
-    "summed_stale",
+    "windows auto stale_windows stale_every_step reselecting device_share zero_offload resident twinflow "
+    "streamed every_second_streamed windows_and_streamed clipped summed_clipped summed_auto compressed_clipped "
+    "compressed_reselecting summed_stale"
 )
 
 

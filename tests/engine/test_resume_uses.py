@@ -80,7 +80,7 @@ CASES = {
     "grows": Case(grows),
 }
 POLICIES = {
-    **settings("windows", "zero_offload", "twinflow", "resident", "streamed", "stale_windows", "summed"),
+    **settings("windows zero_offload twinflow resident streamed stale_windows summed"),
     "every_step": {"update_interval": 1},
     "zero_infinity": {"policy": "zero_infinity", "host_window_bytes": LARGEST, "nvme_path": ""},
 }

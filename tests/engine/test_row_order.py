@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL
+from tests.support.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.device_updates.selection import Selection
@@ -27,11 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "interval": {"update_interval": 4, "select_interval": 8},
     "auto": {"update_interval": (1, 5), "auto_ratio": 0.7},
     "int8": {"update_interval": 4, "gradient_transfer": "int8"},
-    "int8_interval": {
-        "update_interval": 4,
-        "gradient_transfer": "int8",
-        "select_interval": 8,
-    },
+    "int8_interval": {"update_interval": 4, "gradient_transfer": "int8", "select_interval": 8},
     "summed": {"update_interval": 4, "gradient_transfer": "mean"},
     "summed_auto": {"update_interval": "auto", "auto_ratio": 0.7, "gradient_transfer": "mean"},
     "clipped": {"update_interval": 4, "max_grad_norm": 0.1},
@@ -65,9 +61,7 @@ class Run:
 
     def step(self, step: int) -> None:
         inputs, targets = batch(step)
-        F.cross_entropy(self.call(inputs.to(self.dtype)).float(), targets).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(F.cross_entropy(self.call(inputs.to(self.dtype)).float(), targets), self.optimizer)
         self.optimizer.synchronize()
 
     def permute_rows(self, generator: torch.Generator) -> None:

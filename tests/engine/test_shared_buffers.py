@@ -146,9 +146,7 @@ def branches(dtype: torch.dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"update_interval": 2}, {"update_interval": 2, "gradient_transfer": "int8"}],
-    ids=["in place", "int8"],
+    "options", [{"update_interval": 2}, {"update_interval": 2, "gradient_transfer": "int8"}], ids=["in place", "int8"]
 )
 def test_update_of_an_unread_weight_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is needed for a gradient before any forward has read the weight."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, assert_same
+from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, assert_same, take_step
 from zenflow_compile import ZenFlowAdamW, optimizer_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -177,9 +177,7 @@ def test_optimizer_in_backward_trains_views(broken: bool) -> None:
     for step in range(STEPS):
         inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
         call(inputs).square().mean().backward()
-        reference(inputs).square().mean().backward()
-        adamw.step()
-        adamw.zero_grad()
+        take_step(reference(inputs).square().mean(), adamw)
     optimizer_of(call).synchronize()
     torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), atol=1e-5, rtol=0)
 
@@ -200,10 +198,7 @@ def shift_bias(run: Run, step: int) -> None:
 @pytest.mark.parametrize("between", [rewrite_bias, shift_bias])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_write_to_a_sharer_drops_no_update(
-    options: dict[str, Any],
-    entry: dict[str, Any] | None,
-    between: Callable[[Run, int], None],
-    dtype: torch.dtype,
+    options: dict[str, Any], entry: dict[str, Any] | None, between: Callable[[Run, int], None], dtype: torch.dtype
 ) -> None:
     """The bias is resident: a write to it moves the version of the matrices too, whose updates are in flight."""
     expected = Run(options, entry, shared=False, dtype=dtype).run(between=between)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.support.gated_jobs import UPDATES, failing, gated
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, Training, assert_same, take_step
 from tests.support.weight_readers import READERS, in_child, read_all
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
@@ -44,11 +44,7 @@ class Trained:
     """A compiled model after some steps, and the weights that it has then."""
 
     def __init__(
-        self,
-        options: dict[str, Any] | None = None,
-        build: Callable[[], nn.Module] = two_layers,
-        *,
-        steps: int = 3,
+        self, options: dict[str, Any] | None = None, build: Callable[[], nn.Module] = two_layers, *, steps: int = 3
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(3)
@@ -59,9 +55,7 @@ class Trained:
 
     def train(self, begin: int, end: int) -> None:
         for step in range(begin, end):
-            self.call(batch(step)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.call(batch(step)).square().mean(), self.optimizer)
 
     @property
     def weight(self) -> Parameter:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
 
+from tests.support.settings import settings
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, batch, mlp
 from zenflow_compile.integrations.checkpoint import StateStager
 from zenflow_compile.runtime.checkpoint.format import ADAMW, layout
@@ -33,25 +34,15 @@ from zenflow_compile.runtime.checkpoint.format import ADAMW, layout
 # A single process may save and load without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-INT8 = {"gradient_transfer": "int8"}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "resident": {"policy": "resident"},
-    "zero_offload": {"policy": "zero_offload"},
-    "twinflow": {"policy": "twinflow", "ratio": 0.6},
-    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2, "ratio": 0.8},
-    "zero_infinity": {"policy": "zero_infinity"},
-    "each_step": {"update_interval": 1},
-    "windows": {"update_interval": 4, "select_interval": 4},
-    "auto": {"update_interval": "auto", "auto_ratio": 0.6},
-    "stale": {"update_interval": 1, "staleness": 1},
-    "stale_windows": {"update_interval": 4, "staleness": 1},
-    "int8": INT8,
-    "summed": {"gradient_transfer": "mean"},
-    "summed_auto": {"gradient_transfer": "mean", "update_interval": "auto", "auto_ratio": 0.6},
-    "all_selected": {"topk_ratio": 1.0},
-    "none_selected": {"topk_ratio": 0.0},
-    "warm_up": {"full_warm_up_rounds": 5},
-}
+SETTINGS = settings(
+    "resident zero_offload twinflow zero_infinity each_step stale stale_windows summed_auto all_selected none_selected "
+    "warm_up",
+    streamed="every_second_streamed",
+    windows="selecting_windows",
+    auto="long_auto",
+    int8="compressed",
+    summed="summed_windows",
+)
 STEP, END = 6, 10  # in the middle of update windows of most parameters
 
 
@@ -411,7 +402,7 @@ def test_state_may_be_replaced_by_an_equal_one() -> None:
         ({"update_interval": "auto"}, {}, "with update_interval='auto', this optimizer has update_interval=4"),
         ({}, {"topk_ratio": 0.3}, "k=.*, which are topk_ratio: pass the saved ones"),
         ({}, {"update_interval": 2}, "interval=4 .* optimizer 2.*, which are update_interval"),
-        ({}, INT8, "compressed=False .*, which are gradient_transfer"),
+        ({}, {"gradient_transfer": "int8"}, "compressed=False .*, which are gradient_transfer"),
     ],
 )
 def test_other_options_are_named(saved: dict[str, Any], own: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import zenflow_compile as zf
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import Text, load_text, training_batch
+from tests.support.training import take_step
 
 BOUND = 0.01  # model sizes per step, both directions
 WARM_UP, MEASURED_FROM, STEPS = 16, 32, 160
@@ -35,9 +36,7 @@ def moved(**options: Any) -> tuple[float, float]:
                 for group in optimizer.param_groups:
                     group["lr"] = 2e-3 * min(1.0, (step + 1) / WARM_UP)
                 tokens, targets = training_batch(text(), seed=0, step=step, batch=8, context=32)
-                model(tokens, targets).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model(tokens, targets), optimizer)
 
         train(0, MEASURED_FROM)
         before = optimizer.engine.uploads.selections

@@ -30,6 +30,7 @@ from tests.support.training import (
     assert_same,
     batch,
     mlp,
+    take_step,
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
@@ -58,9 +59,7 @@ def adamw_twice(steps: int, again: int) -> list[torch.Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
         for step in range(begin, end):
             inputs, targets = batch(step)
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(F.cross_entropy(model(inputs), targets), optimizer)
     return list(model.parameters())
 
 
@@ -258,9 +257,7 @@ def test_takeover_of_the_optimizer_in_backward() -> None:
     for step in range(3):
         inputs, targets = batch(step)
         F.cross_entropy(compiled(inputs), targets).backward()
-        F.cross_entropy(reference(inputs), targets).backward()
-        adamw.step()
-        adamw.zero_grad()
+        take_step(F.cross_entropy(reference(inputs), targets), adamw)
     in_backward = zenflow_compile.optimizer_of(compiled)
     with pytest.warns(UserWarning, match=TAKES_OVER):
         later = ZenFlowAdamW(model.parameters(), **ADAM, **OFFLOAD_ALL, update_interval=1)

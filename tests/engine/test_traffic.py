@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zenflow_compile as zf
-from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
+from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, take_step
 from zenflow_compile.profiling import summary
 from zenflow_compile.runtime.device import thread_lane
 
@@ -182,9 +182,7 @@ def learn(training: Training, teacher: nn.Module, steps: int, seed: int) -> floa
         return F.mse_loss(training.model(inputs), answers)
 
     for step in range(steps):
-        loss(step, 32).backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        take_step(loss(step, 32), training.optimizer)
     training.optimizer.synchronize()
     with torch.no_grad():
         return float(loss(999, 512))

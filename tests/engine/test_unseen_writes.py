@@ -22,6 +22,7 @@ from tests.support.training import (
     assert_same,
     batch,
     mlp,
+    take_step,
 )
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters.unseen_writes import SAMPLED, UnseenWrites, sample_of
@@ -272,9 +273,7 @@ def outcome(write: Callable[[list[Parameter], int], None], entry: dict[str, Any]
     expected, training = mlp(), Training(entry, EXACT)
     adamw = torch.optim.AdamW(expected.parameters(), **ADAM)
     for step in range(4):
-        nn.functional.cross_entropy(expected(batch(step)[0]), batch(step)[1]).backward()
-        adamw.step()
-        adamw.zero_grad()
+        take_step(nn.functional.cross_entropy(expected(batch(step)[0]), batch(step)[1]), adamw)
         write([*expected.parameters()], step)
         try:
             training.step(step)
@@ -300,9 +299,7 @@ def test_long_training_raises_nothing() -> None:
     optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **OFFLOAD_ALL, update_interval=3, topk_ratio=0.25)
     call = torch.compile(model, **EAGER_BACKEND)
     for step in range(60):
-        call(batch(step)[0]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(call(batch(step)[0]).square().mean(), optimizer)
         if step % 7 == 0:
             copy.deepcopy(model)
         if step % 11 == 0:

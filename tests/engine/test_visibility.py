@@ -20,6 +20,7 @@ from tests.support.training import (
     assert_same,
     batch,
     mlp,
+    take_step,
 )
 from zenflow_compile.runtime.checkpoint import save_load as checkpoints
 from zenflow_compile.runtime.device_updates import column_ops
@@ -80,9 +81,7 @@ def test_backward_of_an_older_forward_raises(entry: dict[str, Any] | None) -> No
     """The older forward saved weights that were replaced since; using the new ones in its backward would be wrong."""
     training = Training(entry, {"update_interval": 1}).run(0, 2)
     first, second = training.loss(2), training.loss(3)
-    second.backward()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
+    take_step(second, training.optimizer)
     training.loss(4)  # applies the updates that the step left for the first use
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.backward()
@@ -108,9 +107,7 @@ def test_eager_training_between_compiled_steps() -> None:
         training.optimizer.synchronize()  # outside of graphs it is the reader who asks
         training.step(step)
         inputs, targets = batch(step)
-        nn.functional.cross_entropy(reference(inputs), targets).backward()
-        reference_optimizer.step()
-        reference_optimizer.zero_grad()
+        take_step(nn.functional.cross_entropy(reference(inputs), targets), reference_optimizer)
     torch.testing.assert_close(training.weights(), list(reference.parameters()), atol=1e-5, rtol=0)
     assert training.optimizer.engine.uploads.selections > 10
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights, moved_weights
 from zenflow_compile.torch_internals.torch_private import refusal_of
@@ -76,9 +76,7 @@ def losses(call: Any, optimizer: Any, *steps: int) -> list[float]:
     found = []
     for step in steps:
         loss = call(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         found.append(float(loss.detach()))
     return found
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.torch_internals.torch_private import refusal_of
 
@@ -58,9 +58,7 @@ class Pair:
     def train(self, steps: int, first: int = 0) -> None:
         for step in range(first, first + steps):
             for call, optimizer in ((self.call, self.optimizer), (self.plain_call, self.other)):
-                call(batch(step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(call(batch(step)).square().mean(), optimizer)
 
     @property
     def absent(self) -> int:
@@ -179,16 +177,11 @@ def test_writes_by_hand_are_trained_on(way: str) -> None:
 def test_uncompiled_forward_and_backward_read_weights() -> None:
     """The backward of the module itself, whose weights autograd saves, and in between one of the compiled module."""
     pair = trained()
-    for model, call, optimizer in (
-        (pair.model, pair.call, pair.optimizer),
-        (pair.plain, pair.plain_call, pair.other),
-    ):
+    for model, call, optimizer in ((pair.model, pair.call, pair.optimizer), (pair.plain, pair.plain_call, pair.other)):
         model.eval()  # statistics that the second forward writes would belong to the first one's graph
         loss = model(batch(11)).square().mean()
         call(batch(12)).square().mean().backward()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
         model.train()
     pair.train(2, first=4)
     assert pair.absent >= 3

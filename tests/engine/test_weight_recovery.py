@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.gated_jobs import UPDATES, failing, gated
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
@@ -45,9 +45,7 @@ class Run:
         losses = []
         for step in steps:
             losses.append(self.loss(step))
-            losses[-1].backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(losses[-1], self.optimizer)
         return [each.detach() for each in losses]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.weight_memory import divide_budget
 from zenflow_compile.runtime.device import devices
@@ -94,9 +94,7 @@ class Run:
         for _ in range(steps):
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(len(self.losses)))
             loss = self.call(x).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(loss, self.optimizer)
             self.losses.append(loss.detach())
 
     def bits(self) -> list[Tensor]:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 LAYERS = 6
 WEIGHT = 4 * 32 * 32  # bytes, whole pages
 WINDOW = 12 * 32 * 32 + WEIGHT  # the least: of one layer's state and weight
-SETTINGS = settings("zero_infinity", "reselecting", "stale_every_step")
+SETTINGS = settings("zero_infinity reselecting stale_every_step")
 IN_MEMORY = {"zero_infinity": {"policy": "zero_offload"}}
 
 

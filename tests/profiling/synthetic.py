@@ -44,10 +44,7 @@ def known_run() -> Recording:
             event("windows", "flush", origin + 26, origin + 26, step=step, param="first"),
             event("windows", "flush", origin + 20, origin + 20, step=step, param="second"),
         ]
-    events += [
-        event("H2D", "state", 70, 71, step=8, size=500_000),
-        event("windows", "select", 70, 70, step=8),
-    ]
+    events += [event("H2D", "state", 70, 71, step=8, size=500_000), event("windows", "select", 70, 70, step=8)]
     return recording(events)
 
 

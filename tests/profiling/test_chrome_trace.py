@@ -53,11 +53,7 @@ def test_all_events_have_times_in_microseconds():
 
 
 def test_lanes_are_named_in_order():
-    events = [
-        *known_run().events,
-        event("worker 10", "host_update", 0, 1),
-        event("worker 2", "host_update", 0, 1),
-    ]
+    events = [*known_run().events, event("worker 10", "host_update", 0, 1), event("worker 2", "host_update", 0, 1)]
     trace = chrome_trace([recording(events)])
     names = [name for _, name in sorted(track_names(trace).items())]
     assert names == [
@@ -95,8 +91,7 @@ def test_bytes_in_flight():
 
 def test_optimizers_are_processes_on_one_clock():
     second = dataclasses.replace(
-        recording([event("step", "step", 10, 20), event("compute", "forward", 10, 15)]),
-        title="optimizer 2 of 2",
+        recording([event("step", "step", 10, 20), event("compute", "forward", 10, 15)]), title="optimizer 2 of 2"
     )
     trace = chrome_trace([known_run(), second])
     assert {entry["pid"] for entry in trace["traceEvents"]} == {1, 2}

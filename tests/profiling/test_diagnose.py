@@ -45,13 +45,7 @@ CASES = {
     ),
     "host update longer than its time": (
         run(waits=((1.0, 20.0), (25.0, 5.0)), workers=((0.0, 50.0),), d2h=2.0, h2d=1.0),
-        [
-            "host update limits",
-            "update_interval from 4 to 8",
-            "topk_ratio",
-            "workers",
-            "1 worker)",
-        ],
+        ["host update limits", "update_interval from 4 to 8", "topk_ratio", "workers", "1 worker)"],
         ["device_share"],
     ),
     "host update on two workers": (
@@ -85,13 +79,7 @@ CASES = {
         ["device_share"],
     ),
     "blocking policy": (
-        run(
-            waits=((8.0, 10.0),),
-            workers=((0.0, 10.0),),
-            policy="zero_offload",
-            update_interval=1,
-            blocking=True,
-        ),
+        run(waits=((8.0, 10.0),), workers=((0.0, 10.0),), policy="zero_offload", update_interval=1, blocking=True),
         ["by design", "zero_offload", 'policy="zenflow"', "25%"],
         ["overlap_step"],
     ),
@@ -136,11 +124,7 @@ def test_every_case_has_its_own_text():
 
 def test_diagnosis_without_recorded_phases():
     """Without forward and backward events, the lane that is nearly always busy is the limit."""
-    events = [
-        event("step", "step", 0, 10),
-        event("compute", "wait", 1, 6),
-        event("worker 0", "host_update", 0, 9),
-    ]
+    events = [event("step", "step", 0, 10), event("compute", "wait", 1, 6), event("worker 0", "host_update", 0, 9)]
     assert "host update limits" in diagnose(summarize(recording(events)))
 
 
@@ -151,14 +135,7 @@ def test_impossible_option_is_not_suggested():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (0, "0.00 ms"),
-        (0.456, "0.46 ms"),
-        (9.99, "9.99 ms"),
-        (9.999, "10.0 ms"),
-        (99.97, "100 ms"),
-        (9999, "9999 ms"),
-    ],
+    [(0, "0.00 ms"), (0.456, "0.46 ms"), (9.99, "9.99 ms"), (9.999, "10.0 ms"), (99.97, "100 ms"), (9999, "9999 ms")],
 )
 def test_milliseconds(value, text):
     assert milliseconds(value) == text

@@ -21,10 +21,7 @@ def test_subtract():
 
 
 def test_exclusive_gives_time_to_the_first_span():
-    assert exclusive([("inner", [(2, 4)]), ("outer", [(0, 10)])]) == {
-        "inner": [(2, 4)],
-        "outer": [(0, 2), (4, 10)],
-    }
+    assert exclusive([("inner", [(2, 4)]), ("outer", [(0, 10)])]) == {"inner": [(2, 4)], "outer": [(0, 2), (4, 10)]}
 
 
 @pytest.mark.parametrize("seed", range(5))

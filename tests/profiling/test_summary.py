@@ -84,13 +84,7 @@ def test_mean_window_is_computed_per_parameter():
 
 def test_missing_measurements_are_none():
     summary = summarize(Recording(events=()))
-    for key in (
-        "step_ms",
-        "stall_ms_per_step",
-        "host_update_ms_per_step",
-        "hidden_fraction",
-        "d2h_bytes_per_step",
-    ):
+    for key in ("step_ms", "stall_ms_per_step", "host_update_ms_per_step", "hidden_fraction", "d2h_bytes_per_step"):
         assert summary[key] is None, key
     assert summary["steps"] == summary["windows_flushed"] == 0
     json.dumps(summary, allow_nan=False)
@@ -168,11 +162,7 @@ def test_overlapping_waits_count_once():
 
 
 def test_blocking_host_update_is_not_hidden():
-    events = [
-        event("step", "step", 0, 10),
-        event("compute", "wait", 4, 10),
-        event("worker 0", "host_update", 5, 9),
-    ]
+    events = [event("step", "step", 0, 10), event("compute", "wait", 4, 10), event("worker 0", "host_update", 5, 9)]
     assert summarize(recording(events))["hidden_fraction"] == 0.0
 
 

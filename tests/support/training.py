@@ -42,6 +42,15 @@ def batch(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
     return torch.randn(8, 16, generator=generator).to(dtype), torch.randint(0, 10, (8,), generator=generator)
 
 
+def take_step(loss: Any, *optimizers: Any) -> None:
+    """Run a backward, and a step of each optimizer."""
+    loss.backward()
+    del loss  # and the graph, as where nothing keeps it
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @dataclass
 class Training:
     """A model, its optimizer and how it is called.
