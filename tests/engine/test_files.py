@@ -247,6 +247,15 @@ def test_unreadable_disk_raises(files: Directories) -> None:
     assert "checkpoint" in f"{error} {error.__cause__}"
 
 
+def change_a_byte_of_each(chunks: list[Chunk], path: Path) -> None:
+    with path.open("r+b") as raw:
+        for chunk in chunks:
+            raw.seek(state_file.PAGE_BYTES + chunk.offset + 100)
+            byte = raw.read(1)
+            raw.seek(-1, os.SEEK_CUR)
+            raw.write(bytes([byte[0] ^ 1]))
+
+
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
 def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directories) -> None:
     training = files.training(SETTINGS[name]).run(0, 4)
@@ -256,12 +265,7 @@ def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directo
     training.optimizer.synchronize()
     training.optimizer.state_dict()  # reads all chunks, so that changed ones are written
     file = cache_of(training).files.directory.files[0]
-    with file.path.open("r+b") as raw:
-        for chunk in cache_of(training).chunks:
-            raw.seek(state_file.PAGE_BYTES + chunk.offset + 100)
-            byte = raw.read(1)
-            raw.seek(-1, os.SEEK_CUR)
-            raw.write(bytes([byte[0] ^ 1]))
+    change_a_byte_of_each(cache_of(training).chunks, file.path)
     error = train_until_it_fails(training, 4, 6)
     assert f"{file.path}" in f"{error} {error.__cause__}"
     assert ".weight" in f"{error} {error.__cause__}"

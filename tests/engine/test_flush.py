@@ -16,9 +16,7 @@ from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 pytestmark = pytest.mark.timeout(60)
 
 SETTINGS = {
-    **settings(
-        "windows bounded_auto compressed", stale="stale_windows", summed="summed_windows", clipped="tightly_clipped"
-    ),
+    **settings("windows stale_windows bounded_auto summed_windows compressed tightly_clipped"),
     "files": {"offload_device": "nvme", "host_window_bytes": LARGEST_STATE},
 }
 

@@ -83,17 +83,8 @@ FILES = {
 }  # fmt: skip
 
 CLOSING = {
-    "_update_on_host",
-    "commit",
-    "flush",
-    "flush_window",
-    "next_upload",
-    "submit",
-    "prepare",
-    "used_by",
-    "now",
-    *FILES,
-}
+    "_update_on_host", "commit", "flush", "flush_window", "next_upload", "submit", "prepare", "used_by", "now", *FILES,
+}  # fmt: skip
 
 
 def options_of(policy: str, tmp_path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from tests.support.gated_jobs import UPDATES, failing, gated
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, Training, assert_same, take_step
-from tests.support.weight_readers import READERS, in_child, read_all
+from tests.support.weight_readers import READERS, VIEWS, check_metadata, in_child, read_all
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
@@ -107,27 +107,17 @@ def test_refused_accesses_change_nothing(trained: Trained) -> None:
     assert_equal(trained.values(), twin.values())
 
 
-@pytest.mark.parametrize("name", ["t", "view", "as_strided", "split", "detach", "data", "alias", "saved"])
+@pytest.mark.parametrize("name", VIEWS)
 def test_views_made_before_are_refused(trained: Trained, name: str) -> None:
-    makers: dict[str, Callable[[Tensor], Tensor]] = {
-        "t": lambda weight: weight.t(),
-        "view": lambda weight: weight.view(-1, 8),
-        "as_strided": lambda weight: weight.as_strided((4, 4), (1, 32), 3),
-        "split": lambda weight: weight.detach().split(32)[1],
-        "detach": lambda weight: weight.detach(),
-        "data": lambda weight: weight.data,
-        "alias": lambda weight: weight.cpu(),
-        "saved": lambda weight: (weight * weight).grad_fn._saved_self,  # type: ignore[union-attr]
-    }
     trained.optimizer.synchronize()
-    view = makers[name](trained.weight)
+    view = VIEWS[name](trained.weight)
     trained.train(3, 4)
     with pytest.raises(RuntimeError, match=IN_FLIGHT):
         view.sum()
     with torch.no_grad(), pytest.raises(RuntimeError, match=IN_FLIGHT):
         view.zero_()
     trained.optimizer.synchronize()
-    assert torch.equal(view, makers[name](trained.weight.clone()))
+    assert torch.equal(view, VIEWS[name](trained.weight.clone()))
 
 
 def test_graphs_read_weights_as_arguments(trained: Trained) -> None:
@@ -137,13 +127,7 @@ def test_graphs_read_weights_as_arguments(trained: Trained) -> None:
 
 
 def test_metadata_is_read_while_an_update_is_in_flight(trained: Trained) -> None:
-    weight = trained.weight
-    assert (weight.shape, weight.stride(), weight.is_contiguous()) == ((64, 32), (32, 1), True)
-    assert weight.untyped_storage().nbytes() == weight.nbytes
-    assert not weight.is_shared()
-    assert torch.empty_like(weight).shape == weight.shape
-    with torch._subclasses.FakeTensorMode() as mode:
-        assert mode.from_tensor(weight).t().shape == (32, 64)
+    check_metadata(trained.weight)
     assert "0.weight" in trained.guarded()
 
 

@@ -90,6 +90,13 @@ def assert_equal_states(actual: dict[str, Any], expected: dict[str, Any]) -> Non
             assert torch.equal(other, value), (index, name)
 
 
+def resumes(training: Training, folder: Path, before: dict[str, Any], expected: list[torch.Tensor]) -> None:
+    """It loads the state ``before`` from ``folder``, and trains on to the ``expected`` weights."""
+    dcp.load({"model": training.model, "optimizer": training.optimizer}, checkpoint_id=folder / "saved")
+    assert_equal_states(training.optimizer.state_dict(), before)
+    assert_same(training.run(STEP, END).weights(), expected)
+
+
 CASES = [
     *((name, torch.float32) for name in SETTINGS),
     *((name, torch.bfloat16) for name in ("resident", "streamed", "windows", "stale", "int8", "summed")),
@@ -124,10 +131,7 @@ def test_dcp_resumes_bitwise(name: str, dtype: torch.dtype, make: Make, tmp_path
     assert_equal_states(training.optimizer.state_dict(), before)
     expected = training.run(STEP, END).weights()
     for other_steps in (0, 9):
-        resumed = make(options, None, dtype).run(0, other_steps)
-        dcp.load({"model": resumed.model, "optimizer": resumed.optimizer}, checkpoint_id=tmp_path / "saved")
-        assert_equal_states(resumed.optimizer.state_dict(), before)
-        assert_same(resumed.run(STEP, END).weights(), expected)
+        resumes(make(options, None, dtype).run(0, other_steps), tmp_path, before, expected)
 
 
 DISTRIBUTED = {
@@ -162,13 +166,8 @@ def resumes_from_names(make: Make, options: dict[str, Any], how: StateDictOption
         resumed = make(options).run(0, other_steps)
         model, optimizer = get_state_dict(resumed.model, resumed.optimizer, options=how)
         dcp.load(template := {"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "saved")
-        set_state_dict(
-            resumed.model,
-            resumed.optimizer,
-            model_state_dict=template["model"],
-            optim_state_dict=template["optimizer"],
-            options=how,
-        )
+        states = {"model_state_dict": template["model"], "optim_state_dict": template["optimizer"]}
+        set_state_dict(resumed.model, resumed.optimizer, **states, options=how)
         assert_equal_states(resumed.optimizer.state_dict(), before)
         assert_same(resumed.run(STEP, END).weights(), expected)
 
@@ -181,10 +180,7 @@ def test_async_save_keeps_the_state_of_its_call(make: Make, group: None, tmp_pat
     future = dcp.async_save(everything, checkpoint_id=tmp_path / "saved")
     expected = training.run(STEP, END).weights()
     future.result()
-    resumed = make(SETTINGS["windows"])
-    dcp.load({"model": resumed.model, "optimizer": resumed.optimizer}, checkpoint_id=tmp_path / "saved")
-    assert_equal_states(resumed.optimizer.state_dict(), before)
-    assert_same(resumed.run(STEP, END).weights(), expected)
+    resumes(make(SETTINGS["windows"]), tmp_path, before, expected)
 
 
 @in_both
@@ -206,10 +202,7 @@ def test_stager_copies_weights_only(make: Make, group: None, tmp_path: Path) -> 
     expected = training.run(STEP, END).weights()
     future.result()
     stager.close()
-    resumed = make(SETTINGS["windows"])
-    dcp.load({"model": resumed.model, "optimizer": resumed.optimizer}, checkpoint_id=tmp_path / "saved")
-    assert_equal_states(resumed.optimizer.state_dict(), before)
-    assert_same(resumed.run(STEP, END).weights(), expected)
+    resumes(make(SETTINGS["windows"]), tmp_path, before, expected)
 
 
 def test_compiled_training_resumes_from_names(make: Make) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.patches import failing
-from tests.support.training import EAGER_BACKEND
+from tests.support.training import EAGER_BACKEND, Recorded
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Staged
@@ -45,17 +45,9 @@ def batch(step: int) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-class Run:
+class Run(Recorded):
     def __init__(self, layers: int = LAYERS, **options: Any) -> None:
-        torch._dynamo.reset()
-        self.model = Net(layers)
-        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), lr=1e-2, min_offload_size=1, **options)
-        self.call = torch.compile(self.model, **EAGER_BACKEND)
-        self.losses: list[Tensor] = []
-
-    @property
-    def weights(self) -> host_weights.HostWeights:
-        return self.optimizer.engine.weights
+        super().__init__(Net(layers), lr=1e-2, min_offload_size=1, **options)
 
     @property
     def ring_in_use(self) -> int:
@@ -77,14 +69,6 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.losses.append(loss.detach())
-
-    def bits(self) -> list[Tensor]:
-        self.optimizer.close()
-        return [*self.losses, *[param.detach() for param in self.model.parameters()]]
-
-
-def equal(run: Run, other: Run) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(run.bits(), other.bits(), strict=True))
 
 
 @pytest.fixture
@@ -112,7 +96,7 @@ def test_copies_ahead_change_no_number(policy: str, habit: str, loads: dict[str,
     assert loads["ahead"] >= 6 * (LAYERS - 1)
     assert run.ring_in_use <= 2
     plain.train(range(9), **habits)
-    assert equal(run, plain)
+    assert run.equals(plain)
 
 
 @mock.patch.object(HostWeight, "is_current", mock.Mock(return_value=True))
@@ -121,7 +105,7 @@ def test_stale_copy_is_not_taken() -> None:
     run, plain = Run(offload_weights=1.0, **POLICIES["zero_offload"]), Run(**POLICIES["zero_offload"])
     run.train(range(9), discards=True)
     plain.train(range(9), discards=True)
-    assert not equal(run, plain)
+    assert not run.equals(plain)
 
 
 @mock.patch.object(WeightPrefetch, "go_on", mock.Mock())
@@ -130,7 +114,7 @@ def test_without_copies_ahead_loads_start_their_own(loads: dict[str, int]) -> No
     run.train(range(6))
     plain.train(range(6))
     assert loads["ahead"] == 0
-    assert equal(run, plain)
+    assert run.equals(plain)
 
 
 def test_last_weights_of_a_forward_stay(loads: dict[str, int]) -> None:
@@ -142,7 +126,7 @@ def test_last_weights_of_a_forward_stay(loads: dict[str, int]) -> None:
     assert loads == {"ahead": 3 * (LAYERS + LAYERS - 1 - 2), "late": 0}, "the backward does not read the first weight"
     assert run.weights.peak_bytes <= run.weights.ring_bytes
     plain.train(range(6))
-    assert equal(run, plain)
+    assert run.equals(plain)
 
 
 def test_budget_beyond_the_ring_keeps_weights() -> None:
@@ -152,7 +136,7 @@ def test_budget_beyond_the_ring_keeps_weights() -> None:
     assert (run.weights.ring_bytes, kept) == (4 * WEIGHT, [0, 1])
     run.train(range(6))
     plain.train(range(6))
-    assert equal(run, plain)
+    assert run.equals(plain)
 
 
 def test_load_without_memory_leaves_no_trace() -> None:
@@ -168,7 +152,7 @@ def test_load_without_memory_leaves_no_trace() -> None:
     run.train(range(3, 8))
     assert run.weights.loaded_bytes == 0
     plain.train(range(8))
-    assert equal(run, plain)
+    assert run.equals(plain)
 
 
 def test_operator_that_needs_more_than_the_budget() -> None:

@@ -6,7 +6,7 @@ import copy
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,15 @@ class Pair:
         self.other.close()
 
 
-def trained(steps: int = 3) -> Pair:
-    pair = Pair()
-    pair.train(steps)
-    assert pair.absent >= 3
-    assert len(pair.optimizer.engine.offloaded) == 3
-    return pair
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """A pair after some steps."""
+    made = Pair()
+    made.train(3)
+    assert made.absent >= 3
+    assert len(made.optimizer.engine.offloaded) == 3
+    yield made
+    made.close()
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -103,8 +106,7 @@ READERS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_reader_sees_weights_in_host_memory(reader: str) -> None:
-    pair = trained()
+def test_reader_sees_weights_in_host_memory(reader: str, pair: Pair) -> None:
     assert equal(READERS[reader](pair.model), pair.expected())
     pair.train(2, first=3)
     assert equal(pair.model.state_dict(), pair.expected())
@@ -113,26 +115,21 @@ def test_reader_sees_weights_in_host_memory(reader: str) -> None:
     assert equal(dict(pair.model.state_dict()), pair.expected())
 
 
-def test_state_dict_takes_no_device_memory() -> None:
-    pair = trained()
+def test_state_dict_takes_no_device_memory(pair: Pair) -> None:
     absent = pair.absent
     assert equal(pair.model.state_dict(), pair.expected())
     assert pair.absent == absent
-    pair.close()
 
 
-def test_copies_are_models_of_their_own() -> None:
-    pair = trained()
+def test_copies_are_models_of_their_own(pair: Pair) -> None:
     for other in (copy.deepcopy(pair.model), saved(pair.model)):
         other.double()
         assert all(param.dtype is torch.float64 for param in other.parameters())
         assert all(param.dtype is torch.float32 for param in pair.model.parameters())
-    pair.close()
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-def test_loaded_weights_are_trained_on(assigned: bool) -> None:
-    pair = trained()
+def test_loaded_weights_are_trained_on(assigned: bool, pair: Pair) -> None:
     state = {name: value * 0.5 if value.is_floating_point() else value for name, value in pair.expected().items()}
     if assigned:
         with pair.optimizer.loaded_weights(), torch.no_grad():
@@ -149,13 +146,11 @@ def test_loaded_weights_are_trained_on(assigned: bool) -> None:
         pair.plain.load_state_dict(state)
     pair.train(3, first=3)
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
 @pytest.mark.parametrize("way", ["data", "no_grad"])
-def test_writes_by_hand_are_trained_on(way: str) -> None:
+def test_writes_by_hand_are_trained_on(way: str, pair: Pair) -> None:
     """``param.data = ...`` of a weight that is not on the device, and a write to one that is."""
-    pair = trained()
     new = torch.randn(64, 32, generator=torch.Generator().manual_seed(9)) / 8
     if way == "data":
         for model in (pair.model, pair.plain):
@@ -171,12 +166,10 @@ def test_writes_by_hand_are_trained_on(way: str) -> None:
     assert pair.absent >= 3
     assert pair.optimizer.engine.weights.loaded_bytes == 0
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
-def test_uncompiled_forward_and_backward_read_weights() -> None:
+def test_uncompiled_forward_and_backward_read_weights(pair: Pair) -> None:
     """The backward of the module itself, whose weights autograd saves, and in between one of the compiled module."""
-    pair = trained()
     for model, call, optimizer in ((pair.model, pair.call, pair.optimizer), (pair.plain, pair.plain_call, pair.other)):
         model.eval()  # statistics that the second forward writes would belong to the first one's graph
         loss = model(batch(11)).square().mean()
@@ -186,21 +179,17 @@ def test_uncompiled_forward_and_backward_read_weights() -> None:
     pair.train(2, first=4)
     assert pair.absent >= 3
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
-def test_parts_of_the_model_are_called_by_themselves() -> None:
-    pair = trained()
+def test_parts_of_the_model_are_called_by_themselves(pair: Pair) -> None:
     with torch.no_grad():
         assert torch.equal(pair.model.up(batch(5)), pair.plain.up(batch(5)))  # type: ignore[operator]
     pair.train(2, first=3)
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
 @pytest.mark.parametrize("finish", ["synchronize", "flush", "loaded_weights"])
-def test_weights_are_there_on_request(finish: str) -> None:
-    pair = trained()
+def test_weights_are_there_on_request(finish: str, pair: Pair) -> None:
     expected = pair.expected()
     if finish == "loaded_weights":
         with pair.optimizer.loaded_weights():
@@ -216,7 +205,6 @@ def test_weights_are_there_on_request(finish: str) -> None:
     pair.train(1, first=3)
     assert pair.absent >= 3
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
 def test_flush_reaches_weights_that_are_loaded() -> None:
@@ -233,8 +221,7 @@ def test_flush_reaches_weights_that_are_loaded() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_model_is_moved_with_its_weights(dtype: torch.dtype) -> None:
-    pair = trained()
+def test_model_is_moved_with_its_weights(dtype: torch.dtype, pair: Pair) -> None:
     expected = {
         name: value.to(dtype) if value.is_floating_point() else value for name, value in pair.expected().items()
     }
@@ -245,13 +232,11 @@ def test_model_is_moved_with_its_weights(dtype: torch.dtype) -> None:
     pair.other.close()
 
 
-def test_cast_in_training_has_the_weights() -> None:
-    pair = trained()
+def test_cast_in_training_has_the_weights(pair: Pair) -> None:
     expected = {name: value.bfloat16() for name, value in pair.expected().items() if value.is_floating_point()}
     pair.model.to(torch.bfloat16)
     found = {name: param.detach() for name, param in pair.model.named_parameters()}
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    pair.close()
 
 
 class Recurrent(nn.Module):
@@ -335,8 +320,7 @@ def in_child(read: Callable[[], Any]) -> str:
     return text if status == 0 else f"signal {status}"
 
 
-def test_forked_process_is_told_that_it_has_no_weights() -> None:
-    pair = trained()
+def test_forked_process_is_told_that_it_has_no_weights(pair: Pair) -> None:
     for read in (
         pair.model.state_dict,
         lambda: copy.deepcopy(pair.model),
@@ -346,12 +330,10 @@ def test_forked_process_is_told_that_it_has_no_weights() -> None:
     ):
         assert "was forked from the one that trains" in in_child(read)
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
-def test_threads_read_weights_at_the_same_time() -> None:
+def test_threads_read_weights_at_the_same_time(pair: Pair) -> None:
     """What one graph unloads another one may still read."""
-    pair = trained()
     pair.model.eval()
     pair.plain.eval()
     inputs = [torch.randn(256, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -368,11 +350,9 @@ def test_threads_read_weights_at_the_same_time() -> None:
     for one, other in zip(found, expected, strict=True):
         assert all(torch.allclose(each, other, atol=1e-6) for each in one)
     assert pair.absent >= 3
-    pair.close()
 
 
-def test_forward_that_fails_leaves_nothing_behind() -> None:
-    pair = trained()
+def test_forward_that_fails_leaves_nothing_behind(pair: Pair) -> None:
     with pytest.raises(RuntimeError):
         pair.call(torch.randn(8, 31))
     with torch.no_grad(), pytest.raises(RuntimeError):
@@ -380,17 +360,14 @@ def test_forward_that_fails_leaves_nothing_behind() -> None:
     pair.train(2, first=3)
     assert pair.absent >= 3
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
-def test_saved_tensors_hooks_are_refused() -> None:
-    pair = trained()
+def test_saved_tensors_hooks_are_refused(pair: Pair) -> None:
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 1, lambda packed: packed)
     with hooks, pytest.raises(RuntimeError, match="offload_weights=False"):
         pair.call(batch(4))
     pair.train(1, first=3)
     assert equal(pair.model.state_dict(), pair.expected())
-    pair.close()
 
 
 def test_state_of_the_optimizer_resumes_bitwise(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
-from tests.support.training import EAGER_BACKEND, take_step
-from zenflow_compile import ZenFlowAdamW
+from tests.support.training import Recorded, take_step
 from zenflow_compile.planning.weight_memory import divide_budget
 from zenflow_compile.runtime.device import devices
 from zenflow_compile.runtime.device.device import Device
@@ -74,17 +73,9 @@ class Net(nn.Module):
         return x
 
 
-class Run:
+class Run(Recorded):
     def __init__(self, **options: Any) -> None:
-        torch._dynamo.reset()
-        self.model = Net()
-        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **{**ADAM, **options})
-        self.call = torch.compile(self.model, **EAGER_BACKEND)
-        self.losses: list[Tensor] = []
-
-    @property
-    def weights(self) -> host_weights.HostWeights:
-        return self.optimizer.engine.weights
+        super().__init__(Net(), **{**ADAM, **options})
 
     @property
     def kept(self) -> set[int]:
@@ -96,14 +87,6 @@ class Run:
             loss = self.call(x).square().mean()
             take_step(loss, self.optimizer)
             self.losses.append(loss.detach())
-
-    def bits(self) -> list[Tensor]:
-        self.optimizer.close()
-        return [*self.losses, *self.model.parameters()]
-
-
-def equal(run: Run, other: Run) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(run.bits(), other.bits(), strict=True))
 
 
 def peak_that_leaves(spare: int) -> int:
@@ -146,7 +129,7 @@ def test_weights_that_fit_are_kept(options: dict[str, Any], spare: int) -> None:
     assert Counting.resets == resets  # measured one time
     other = Run(offload_weights=1.0, **options)
     other.train(STEPS + 1)
-    assert equal(run, other)
+    assert run.equals(other)
 
 
 @pytest.mark.parametrize("spare", [0, -5 * WEIGHT])
@@ -219,7 +202,7 @@ def test_weight_without_memory_stays_in_host_memory() -> None:
     run.train(STEPS - 3)
     other = Run(offload_weights=1.0)
     other.train(STEPS)
-    assert equal(run, other)
+    assert run.equals(other)
 
 
 def test_device_must_count_memory() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
@@ -16,13 +15,12 @@ from torch import nn
 
 import zenflow_compile as zf
 from tests.engine.test_failures import root_of, train_until_it_fails
-from tests.engine.test_files import full_after
+from tests.engine.test_files import change_a_byte_of_each, full_after
 from tests.engine.test_interrupts import FILES, interrupted_at
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, Training, assert_same
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.nvme import cache as nvme_cache
-from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
@@ -251,12 +249,7 @@ def break_weights(training: Training) -> None:
     """Change a byte of each weight in its file, and leave none in memory."""
     cache = cache_of(training)
     cache.write_back()
-    with cache.chunks[0].file.path.open("r+b") as raw:
-        for chunk in cache.chunks:
-            raw.seek(state_file.PAGE_BYTES + chunk.offset + 100)
-            byte = raw.read(1)
-            raw.seek(-1, os.SEEK_CUR)
-            raw.write(bytes([byte[0] ^ 1]))
+    change_a_byte_of_each(cache.chunks, cache.chunks[0].file.path)
 
 
 @pytest.mark.parametrize("weights_first", [True, False])

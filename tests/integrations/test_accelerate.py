@@ -39,6 +39,7 @@ from tests.integrations.compare import (
     tiny_llama,
     weights,
 )
+from tests.support.training import take_step
 from zenflow_compile.integrations.accelerate import register_backend
 
 ENTRIES = ["eager", "model.compile", "torch.compile"]
@@ -272,9 +273,7 @@ def test_prepare_without_device_placement() -> None:
     other = tiny_llama()
     adam = torch.optim.AdamW(other.parameters(), **ADAM)
     for batch in loader_of():
-        other(**batch).loss.backward()
-        adam.step()
-        adam.zero_grad()
+        take_step(other(**batch).loss, adam)
     assert difference(weights(model), weights(other)) < 1e-5
 
 
@@ -389,9 +388,7 @@ def test_saved_models_are_current(tmp_path: Path) -> None:
     other = tiny_llama(tie_word_embeddings=False)
     adam = torch.optim.AdamW(other.parameters(), **ADAM)
     for batch, mine in zip(loader_of(), saved, strict=True):
-        other(**batch).loss.backward()
-        adam.step()
-        adam.zero_grad()
+        take_step(other(**batch).loss, adam)
         assert difference(mine, weights(other)) < 1e-5
     for number in range(2):
         assert_bitwise(load_file(tmp_path / str(number) / "model.safetensors"), saved[number])
@@ -503,9 +500,7 @@ def test_model_offloaded_in_mid_training() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = zenflow(model)
     compiled = torch.compile(model, **EAGER_BACKEND)
-    compiled(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(compiled(torch.ones(2, 16)).sum(), optimizer)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"holds another parameter in the place of 0\.weight.*create it anew"):
         compiled(torch.ones(2, 16))

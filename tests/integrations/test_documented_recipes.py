@@ -58,10 +58,7 @@ def _vision_inputs() -> dict[str, Any]:
     timm = import_timm()
     images = [(torch.randn(3, 16, 16), index % 4) for index in range(16)]
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 4}
-    return {
-        "vision_model": timm.models.VisionTransformer(**sizes),
-        "image_loader": DataLoader(images, batch_size=4),
-    }
+    return {"vision_model": timm.models.VisionTransformer(**sizes), "image_loader": DataLoader(images, batch_size=4)}
 
 
 def _cases() -> list[Any]:

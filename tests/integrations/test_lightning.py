@@ -182,11 +182,7 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "overfit": lambda: {"overfit_batches": 2},
     "fp32": lambda: {"precision": "32-true"},
     "bf16": lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.5},
-    "bf16_value": lambda: {
-        "precision": "bf16-mixed",
-        "gradient_clip_val": 0.02,
-        "gradient_clip_algorithm": "value",
-    },
+    "bf16_value": lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
     "fp16": lambda: {"precision": "16-mixed", "gradient_clip_val": 0.5},
     # Gradients overflow in the first steps, which the scaler skips.
     "fp16_overflow": lambda: {

@@ -32,6 +32,7 @@ from tests.integrations.compare import (
     weights,
 )
 from tests.support.processes import run_two_processes
+from tests.support.training import take_step
 from zenflow_compile import ZenFlowAdamW
 
 STEPS = 6
@@ -65,9 +66,7 @@ def adamw(model: nn.Module, options: dict[str, Any] | None) -> Optimizer:
 def train(call: Callable[[Tensor], Tensor], optimizer: Any, rank: int, steps: int = STEPS) -> None:
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * rank + step)
-        call(torch.randn(8, 16, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(call(torch.randn(8, 16, generator=generator)).square().mean(), optimizer)
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> Weights:

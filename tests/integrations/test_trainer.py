@@ -391,9 +391,7 @@ def test_evaluation_and_prediction_before_training() -> None:
         trainer = InnerEagerTrainer(
             model=model_of(),
             args=TrainingArguments(
-                output_dir=tempfile.mkdtemp(),
-                torch_compile_backend=None if options is None else "zenflow",
-                **ARGUMENTS,
+                output_dir=tempfile.mkdtemp(), torch_compile_backend=None if options is None else "zenflow", **ARGUMENTS
             ),
             train_dataset=Tokens(24),
             eval_dataset=Tokens(8),

@@ -112,11 +112,7 @@ def groups_of(model: nn.Module, recipe: Recipe) -> Any:
 
 
 def train(
-    name: str,
-    recipe: Recipe,
-    options: dict[str, Any] | None,
-    entry: dict[str, Any] | None = None,
-    **adamw: Any,
+    name: str, recipe: Recipe, options: dict[str, Any] | None, entry: dict[str, Any] | None = None, **adamw: Any
 ) -> Trained:
     """Run the inner loop of timm's train.py, two batches per update."""
     from timm.scheduler import CosineLRScheduler

@@ -31,6 +31,7 @@ from tests.integrations.compare import (
     weights,
 )
 from tests.integrations.vision import import_timm
+from tests.support.training import take_step
 from tests.support.weight_readers import in_child
 from zenflow_compile import weight_readers
 
@@ -64,9 +65,7 @@ class Loop:
         for step in range(count):
             generator = torch.Generator().manual_seed(step)
             inputs = torch.randn(8, 16, generator=generator)
-            self.call(inputs.to(self.named[0][1].dtype)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(self.call(inputs.to(self.named[0][1].dtype)).square().mean(), self.optimizer)
             yield step
 
     @torch.no_grad()

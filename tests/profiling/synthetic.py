@@ -11,15 +11,8 @@ MS = 1_000_000  # nanoseconds
 def event(
     lane: str, kind: str, start_ms: float, end_ms: float, *, step: int = 0, param: str = "", size: int = 0
 ) -> Event:
-    return Event(
-        lane=lane,
-        kind=kind,
-        start_ns=round(start_ms * MS),
-        end_ns=round(end_ms * MS),
-        step=step,
-        param=param,
-        bytes=size,
-    )
+    start_ns, end_ns = round(start_ms * MS), round(end_ms * MS)
+    return Event(lane=lane, kind=kind, start_ns=start_ns, end_ns=end_ns, step=step, param=param, bytes=size)
 
 
 def known_run() -> Recording:

@@ -10,6 +10,7 @@ from torch import nn
 
 import zenflow_compile as zf
 from tests.profiling.synthetic import MS, event, recording
+from tests.support.training import take_step
 from zenflow_compile.profiling.chrome_trace import chrome_trace
 from zenflow_compile.profiling.gantt import BACKWARD, EVALUATION, FORWARD, IDLE, UPDATE, WAIT, draw
 from zenflow_compile.profiling.recording import Recording, intersect, length_ns, subtract, union
@@ -19,15 +20,8 @@ from zenflow_compile.profiling.summary import Summary, summarize
 
 def parts_ms(summary: Summary) -> dict[str, float]:
     """Return the parts of a step that were measured."""
-    found = {
-        "forward": summary["forward_ms_per_step"],
-        "backward": summary["backward_ms_per_step"],
-        "update": summary["update_ms_per_step"],
-        "merge": summary["merge_ms_per_step"],
-        "select": summary["select_ms_per_step"],
-        "stall": summary["stall_ms_per_step"],
-        "other": summary["other_ms_per_step"],
-    }
+    names = ("forward", "backward", "update", "merge", "select", "stall", "other")
+    found = {name: summary[f"{name}_ms_per_step"] for name in names}  # type: ignore[literal-required]
     return {name: ms for name, ms in found.items() if ms is not None}
 
 
@@ -131,9 +125,7 @@ def test_parts_of_a_real_run_with_evaluation(inner: str) -> None:
     x = torch.randn(8, 64)
 
     def step() -> None:
-        compiled(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(compiled(x).square().mean(), optimizer)
 
     @torch.no_grad()
     def evaluate() -> None:
@@ -178,9 +170,7 @@ def test_nested_inference_resumes_the_forward() -> None:
             first = student(x)
             with torch.no_grad():
                 target = taught(x)
-            (first - target).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step((first - target).square().mean(), optimizer)
     (run,) = profile.recordings()
     of_compute = [each.kind for each in run.events if each.lane == "compute" and each.step == 2]
     phases = [kind for kind in of_compute if kind in ("forward", "inference", "backward", "update")]

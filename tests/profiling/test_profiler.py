@@ -119,14 +119,18 @@ def test_summary_reads_the_plan():
     assert summary["selected_share"] == 4 / 16
 
 
+def records_new_engines():
+    born = FakeEngine()
+    record_new_engine(born)
+    return born.timeline is not None
+
+
 def test_only_the_given_optimizers():
     wanted, other = FakeEngine(), FakeEngine()
     with profile(FakeOptimizer(wanted)):
         assert wanted.timeline is not None
         assert other.timeline is None
-        born = FakeEngine()
-        record_new_engine(born)
-        assert born.timeline is None
+        assert not records_new_engines()
 
 
 def test_engines_created_inside_are_recorded():
@@ -139,9 +143,7 @@ def test_engines_created_inside_are_recorded():
     summary = prof.summary()
     assert summary["steps"] == 2
     assert summary["update_interval"] == 4
-    outside = FakeEngine()
-    record_new_engine(outside)
-    assert outside.timeline is None
+    assert not records_new_engines()
 
 
 def test_closed_and_deleted_engines_are_reported():
@@ -193,9 +195,7 @@ def test_failure_in_flight_raises_and_detaches():
         broken.train()
     assert broken.timeline is None
     assert other.timeline is None
-    born = FakeEngine()
-    record_new_engine(born)
-    assert born.timeline is None
+    assert not records_new_engines()
 
 
 def test_innermost_of_nested_profiles_records():

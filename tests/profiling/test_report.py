@@ -14,14 +14,9 @@ from zenflow_compile.profiling.report import can_show_blocks, print_report
 from zenflow_compile.timeline import AdaptiveWindows
 
 TRAFFIC = Traffic(
-    host=60e6,
-    to_host=4e6,
-    to_device=1e6,
-    host_per_window=224_000_000,
-    host_per_gradient=4_000_000,
-    upload_per_window=4_000_000,
-    blocking=False,
-)
+    host=60e6, to_host=4e6, to_device=1e6, blocking=False,
+    host_per_window=224_000_000, host_per_gradient=4_000_000, upload_per_window=4_000_000,
+)  # fmt: skip
 
 
 def printed(recordings, *, width=80, encoding="utf-8", **console_options):

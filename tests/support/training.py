@@ -112,6 +112,29 @@ class Training:
         return self
 
 
+class Recorded:
+    """A compiled model, its optimizer, and the losses and weights that it had."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.model = model
+        self.optimizer = ZenFlowAdamW(model.named_parameters(), **options)
+        self.call = torch.compile(model, **EAGER_BACKEND)
+        self.losses: list[Tensor] = []
+
+    @property
+    def weights(self) -> Any:
+        return self.optimizer.engine.weights
+
+    def equals(self, other: Recorded) -> bool:
+        """Close both optimizers, and compare bit for bit."""
+        bits = []
+        for run in (self, other):
+            run.optimizer.close()
+            bits.append([*run.losses, *run.model.parameters()])
+        return all(torch.equal(mine, theirs) for mine, theirs in zip(*bits, strict=True))
+
+
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
     """All weights are equal bit for bit."""
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):

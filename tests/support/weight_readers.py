@@ -149,3 +149,25 @@ def in_child(read: Callable[[Parameter], Any], weight: Parameter) -> str:
         text = file.read()
     _, status = os.waitpid(child, 0)
     return text if status == 0 else f"signal {status}"
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "t": lambda weight: weight.t(),
+    "view": lambda weight: weight.view(-1, 8),
+    "as_strided": lambda weight: weight.as_strided((4, 4), (1, 32), 3),
+    "split": lambda weight: weight.detach().split(32)[1],
+    "detach": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data,
+    "alias": lambda weight: weight.cpu(),
+    "saved": lambda weight: (weight * weight).grad_fn._saved_self,  # type: ignore[union-attr]
+}
+
+
+def check_metadata(weight: Tensor) -> None:
+    """Read what is known of a weight ``[64, 32]`` without its memory."""
+    assert (weight.shape, weight.stride(), weight.is_contiguous()) == ((64, 32), (32, 1), True)
+    assert weight.untyped_storage().nbytes() == weight.nbytes
+    assert not weight.is_shared()
+    assert torch.empty_like(weight).shape == weight.shape
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert mode.from_tensor(weight).t().shape == (32, 64)

@@ -44,13 +44,7 @@ def test_events_are_sorted_by_start():
     timeline.add("H2D", "copy", 30, 40, step=2, param="w", bytes=7)
     timeline.add("compute", "wait", 10, 20, step=1)
     first, second = timeline.events()
-    assert (first.lane, first.kind, first.start_ns, first.end_ns, first.step) == (
-        "compute",
-        "wait",
-        10,
-        20,
-        1,
-    )
+    assert (first.lane, first.kind, first.start_ns, first.end_ns, first.step) == ("compute", "wait", 10, 20, 1)
     assert (first.param, first.bytes, first.duration_ns) == ("", 0, 10)
     assert (second.lane, second.param, second.bytes) == ("H2D", "w", 7)
     assert timeline.events() == [first, second]  # reading consumes nothing
@@ -60,10 +54,7 @@ def test_worker_lanes_are_recognized():
     timeline = Timeline()
     timeline.add(worker_lane(3), "host_update", 0, 1, step=0)
     timeline.add("compute", "forward", 0, 1, step=0)
-    assert {event.lane: event.is_worker for event in timeline.events()} == {
-        "worker 3": True,
-        "compute": False,
-    }
+    assert {event.lane: event.is_worker for event in timeline.events()} == {"worker 3": True, "compute": False}
 
 
 def test_keeps_the_newest_events():

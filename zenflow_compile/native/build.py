@@ -21,14 +21,12 @@ from zenflow_compile.checks.validate import printable, user_stacklevel
 from zenflow_compile.torch_internals import torch_private
 
 SOURCES = Path(__file__).parent
-_MAIN = "host_updates.cpp"
 # No -ffast-math and no contraction: results would depend on the CPU, and on how ranges are cut. No -fopenmp: PyTorch
 # brings its own OpenMP runtime, and a process must not have two.
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-march=native"),
     *("-ffp-contract=off", "-fno-math-errno", "-w"),
 )
-_STORAGE_READS = "storage_reads.cpp"
 _COMPILE_SECONDS = 120.0
 
 
@@ -43,7 +41,7 @@ def load_library() -> ctypes.CDLL:
     Raises:
         BuildError: there is no compiler, it fails, or the system does not load what it made.
     """
-    path, handle = _load(_MAIN, _FLAGS)
+    path, handle = _load("host_updates.cpp", _FLAGS)
     return ctypes.CDLL(path, handle=handle)
 
 
@@ -54,7 +52,7 @@ def load_storage_reads() -> ctypes.PyDLL:
     Raises:
         BuildError: see ``load_library``; or PyTorch has no C++ headers.
     """
-    path, handle = _load(_STORAGE_READS, torch_private.extension_flags())
+    path, handle = _load("storage_reads.cpp", torch_private.extension_flags())
     return ctypes.PyDLL(path, handle=handle)  # keeps the GIL
 
 
@@ -112,8 +110,7 @@ def cache_folder() -> Path:
 def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
     """Return whether no other user can have written the file or folder: its code will run in this process.
 
-    Args:
-        is_kind: tells a plain file, or a folder, by its mode. Links are neither.
+    ``is_kind`` tells a plain file, or a folder, by its mode. Links are neither.
     """
     try:
         found = path.lstat()

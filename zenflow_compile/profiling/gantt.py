@@ -38,16 +38,8 @@ MARKS = (FORWARD, BACKWARD, UPDATE, EVALUATION, WAIT, COPY, STATE, HOST, OTHER, 
 # Nested work is cut out of the work around it. Waits inside an evaluation belong to it, as in ``summary``.
 INNERMOST_FIRST = (EVALUATION, WAIT, UPDATE, BACKWARD, FORWARD, STATE, COPY, HOST, OTHER)
 
-_COMPUTE_MARKS = {
-    "wait": WAIT,
-    "update": UPDATE,
-    "merge": UPDATE,
-    "select": UPDATE,
-    "backward": BACKWARD,
-    "forward": FORWARD,
-    "inference": EVALUATION,
-    "evaluation": EVALUATION,
-}
+_COMPUTE_MARKS = {"wait": WAIT, "update": UPDATE, "merge": UPDATE, "select": UPDATE}
+_COMPUTE_MARKS |= {"backward": BACKWARD, "forward": FORWARD, "inference": EVALUATION, "evaluation": EVALUATION}
 
 
 @dataclass(frozen=True, slots=True)

@@ -381,9 +381,7 @@ def skipped_by_dynamo(function: Callable[_P, _T], *, with_callees: bool = True) 
     """Keep Dynamo from compiling ``function``, and all functions that it calls, where eager code or C++ calls it.
 
     Unlike ``outside_of_graphs`` this costs nothing per call. Calls that Dynamo traces are not affected.
-
-    Args:
-        with_callees: False: the functions that it calls are still compiled.
+    Without ``with_callees``, the functions that it calls are still compiled.
     """
     from torch._C._dynamo import eval_frame
 

@@ -256,11 +256,7 @@ def forget_graphs_of_others(backend: str) -> None:
 
 
 def inside_ddp(call: CompileCall | None) -> bool:
-    """Whether a forward of DistributedDataParallel is under way.
-
-    Args:
-        call: the compilation that is under way, whose frame may have such a module; None where a compiled graph runs.
-    """
+    """Whether a forward of DistributedDataParallel runs; that of ``call``, a compilation, may have such a module."""
     if not torch.distributed.is_available():
         return False
     from torch.nn.parallel import DistributedDataParallel
@@ -474,9 +470,7 @@ def graph_rewritten(graph: torch.fx.Graph, written: Iterable[torch.fx.Node]) -> 
     reads of a parameter over our writes. Inductor also changes the layout of outputs for convolutions. If the output is
     an input that is saved for the backward, the whole graph then uses the converted copy, and our write to the
     parameter goes to that copy. Outputs that are visible to the user keep their layout.
-
-    Args:
-        written: inputs that inserted nodes write to.
+    Inserted nodes write to the inputs ``written``.
     """
     for node in graph.nodes:
         node.meta.pop("mutation_region_id", None)
@@ -529,9 +523,7 @@ def register_write_lowerings(written_by: Iterable[torch._ops.OpOverload]) -> Non
     registers the op first and realizes the lazy readers of its arguments afterwards. The scheduler then orders these
     readers after the write, and they read the new value. This lowering realizes the readers first, as Inductor does
     for ``resize_storage_bytes_``. Idempotent. Run in torch 2.13, written for 2.11 too.
-
-    Args:
-        written_by: ops that write to at least one argument, a tensor or a list of tensors.
+    Each of the ops ``written_by`` writes to at least one argument, a tensor or a list of tensors.
     """
     from torch._inductor import lowering
 
@@ -571,9 +563,7 @@ def cache_note(graph: torch.fx.Graph, version: str) -> dict[str, str]:
 
     The cache sees neither the nodes' metadata nor their lowerings. The shapes of our nodes' results depend on the plan
     (``topk_ratio``), which the nodes only refer to by number; nodes that were grouped have no results.
-
-    Args:
-        version: identifies the code that rewrites graphs and lowers their nodes.
+    ``version`` identifies the code that rewrites graphs and lowers their nodes.
     """
     values = (node.meta.get("val") for node in graph.nodes if str(node.target).startswith("zenflow."))
     shapes = ";".join(str(tuple(value.shape)) for value in values if isinstance(value, torch.Tensor))
@@ -628,11 +618,7 @@ def compile_with_inductor(
 
 
 def _joint_pass(chosen: Recomputed, version: str, others: Any) -> Any:
-    """``recompute_in_backward`` in the form that Inductor takes and its FX graph cache accepts.
-
-    Args:
-        others: the passes of this kind that a user has set; they run first.
-    """
+    """``recompute_in_backward`` as Inductor and its FX graph cache take it, behind ``others``, which a user has set."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class JointPass(CustomGraphPass):  # type: ignore[misc]
