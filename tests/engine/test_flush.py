@@ -64,7 +64,7 @@ def test_training_resumes_after_a_flush(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
-@pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
+@pytest.mark.parametrize("name", ["windows", "summed_windows", "compressed"])
 def test_flush_keeps_gradients_before_a_step(name: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
     training = Training(entry, options_of(name, tmp_path)).run(0, 6)
     training.backward(6)
@@ -84,7 +84,7 @@ def test_flush_keeps_gradients_before_a_step(name: str, entry: dict[str, Any] | 
     assert_same(twin.weights(), training.weights())
 
 
-@pytest.mark.parametrize("name", ["windows", "summed", "compressed"])
+@pytest.mark.parametrize("name", ["windows", "summed_windows", "compressed"])
 def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
     """``flush()``, like ``close()``, keeps the best checkpoint that was loaded at the end of training.
 
