@@ -137,7 +137,7 @@ def test_row_order_changes_no_number(case: str, dtype: torch.dtype, entry: dict[
         lengths |= {state[ATTEMPTED] for state in expected["schedule"]}
         other.permute_rows(generator)
     assert len(chosen) > 2, "selections never change"
-    if CASES[case]["update_interval"] == "auto":
+    if not isinstance(CASES[case]["update_interval"], int):
         assert len(lengths) > 2, "windows never adapt"
     one.optimizer.close()
     other.optimizer.close()

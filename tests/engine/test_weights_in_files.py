@@ -359,7 +359,6 @@ def test_interrupted_loads_lose_nothing(make: Make) -> None:
 
 BAD = {
     "without weights": ({"offload_weights": False}, "offload_weights=1.0"),
-    "state in memory": ({"policy": "zenflow", "offload_device": "cpu"}, 'choose policy="zero_infinity"'),
     "small window": ({"host_window_bytes": WINDOW - 1}, f"must be at least {WINDOW}.*and the largest weight"),
 }
 

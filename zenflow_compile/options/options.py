@@ -39,8 +39,8 @@ _OFFLOADING = tuple(policy for policy in POLICIES if policy not in ("resident", 
 INSTEAD: Mapping[str, str] = {
     "accumulate_on_device": 'pass gradient_transfer="mean"',
     "device_memory_bytes": (
-        'offload_weights="auto" uses what is free; call torch.cuda.set_per_process_memory_fraction() first to let this '
-        "process use less, or pass offload_weights an integer of bytes"
+        'offload_weights="auto" uses what is free; let PyTorch use less by set_per_process_memory_fraction() first, or '
+        "pass offload_weights an integer of bytes"
     ),
     "host_kernel": "leave it out: host updates are native code, which needs a C++ compiler",
     "fill_device": 'pass device_share="fill"',
