@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 import threading
 import time
@@ -32,6 +33,9 @@ _MODES_BY_TOPIC = {
 }
 MODES = frozenset(name for names in _MODES_BY_TOPIC.values() for name in names.split())
 """Names of attributes and variables of ``runtime/`` that hold an optional part, or None where the part is absent."""
+
+_PATCH = re.compile(r"monkeypatch|\bpatch(\.\w+)?\(|\bfailing\(")
+"""Lines that replace parts of the package or of Python, by pytest, by ``mock``, or by the tests' own helpers."""
 
 _NOT_CALLS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>"}
 _WARM_UP_STEPS = 5
@@ -178,7 +182,7 @@ def counts_of_text() -> dict[str, Any]:
         "conditions on modes": conditions_on_modes(),
         "methods of the largest class": max(methods_of_classes().values()),
         "lines of tests": sum(source.count("\n") for source in tests),
-        "lines of tests that patch": sum("monkeypatch" in line for source in tests for line in source.splitlines()),
+        "lines of tests that patch": sum(bool(_PATCH.search(line)) for source in tests for line in source.splitlines()),
         "private attributes that tests use": private_reads(),
     }
 
