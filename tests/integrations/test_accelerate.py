@@ -452,11 +452,10 @@ def test_autocast_context_and_local_sgd() -> None:
                 local_sgd.step()
         return weights(model)
 
-    foreach, fused = (
-        run(lambda model: torch.optim.AdamW(model.parameters(), **ADAM, **variant))  # noqa: B023 called at once
-        for variant in ({"foreach": True}, {"fused": True})
-    )
-    assert difference(run(zenflow), foreach) <= max(1e-5, spread([foreach, fused]))
+    expected = run(lambda model: torch.optim.AdamW(model.parameters(), **ADAM))
+    # Half precision makes more of a difference in the last place, as in ``references``.
+    variants = [run(partial(nudged, towards=towards)) for towards in (torch.inf, -torch.inf)]
+    assert difference(run(zenflow), expected) <= max(1e-5, spread([expected, *variants]))
 
 
 # Unsupported uses.
