@@ -18,7 +18,7 @@ from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, 
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, copy_without_gil
 from zenflow_compile.runtime.host import device_memory
-from zenflow_compile.runtime.host.device_memory import DeviceMemory
+from zenflow_compile.runtime.parameters.given_back_memory import DeviceMemory
 
 STEPS = 6
 WINDOWS: dict[str, Any] = {"topk_ratio": 0.25, "update_interval": 3}

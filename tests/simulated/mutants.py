@@ -244,7 +244,7 @@ WEIGHT_MUTANTS = {
 }  # fmt: skip
 """Hazards of weights in host memory, or in files."""
 
-MEMORY = "host.device_memory:DeviceMemory."
+MEMORY = "parameters.given_back_memory:DeviceMemory."
 MEMORY_MUTANTS = {
     "memory given back before it is copied": without(
         MEMORY + "offload", "copy.wait()", Case("windows", habit="offload all", delays="D2H late")

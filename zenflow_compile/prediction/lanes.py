@@ -12,7 +12,7 @@ from functools import partial
 from zenflow_compile.performance.hardware import HOST_PASS_BYTES, Hardware
 from zenflow_compile.planning.plan import STREAM_BUFFERS, UPLOAD_RING
 from zenflow_compile.prediction.transfers import FileTurn, FileTurns, WeightLoads
-from zenflow_compile.prediction.workload import Flush, Load, Part, StreamedGroup
+from zenflow_compile.prediction.workload import Flush, Load, Part, Subgroup
 from zenflow_compile.timeline import D2H, DISK, H2D
 
 _ZERO_S = 1e-12  # a span with less than this left has ended, up to rounding
@@ -204,12 +204,12 @@ class Lanes:
         assert self._hardware.peer_bandwidth is not None
         self._peers.append(_Transfer("copy", size, self._hardware.peer_bandwidth, step, name, done))
 
-    def stream_in(self, group: StreamedGroup, step: int, done: Callable[[], None]) -> None:
+    def stream_in(self, group: Subgroup, step: int, done: Callable[[], None]) -> None:
         """Queue the copy of a subgroup's state into the next free buffer."""
         rate = self._hardware.link_to_device
         self._state_in.append(_Transfer("state", group.state, rate, step, group.name, done))
 
-    def stream_out(self, group: StreamedGroup, step: int) -> None:
+    def stream_out(self, group: Subgroup, step: int) -> None:
         """Queue the copy of a subgroup's state back to the host, which frees its buffer."""
 
         def flushed() -> None:

@@ -124,7 +124,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedGroup:
+class Subgroup:
     """Parameters whose state is streamed through the device together.
 
     Attributes:
@@ -151,7 +151,7 @@ class Workload:
     """
 
     blocks: tuple[Block, ...]
-    subgroups: tuple[StreamedGroup, ...]
+    subgroups: tuple[Subgroup, ...]
     cycle: int
     update: float
     file_ring: int
@@ -378,10 +378,10 @@ def _flushed(
     )
 
 
-def _subgroups(plan: Plan, hardware: Hardware) -> tuple[StreamedGroup, ...]:
+def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
     share = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
     return tuple(
-        StreamedGroup(
+        Subgroup(
             name=f"subgroup {number}",
             state=sum(param.whole_state_bytes for param in params) // hardware.devices,
             update=sum(param.numel for param in params) * share,

@@ -33,13 +33,13 @@ from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, S
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.cores import local_ranks, may_pin, nodes_of, run_pinned
-from zenflow_compile.runtime.host.device_memory import DeviceMemory
 from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache
 from zenflow_compile.runtime.nvme.chunk import WEIGHTS
 from zenflow_compile.runtime.nvme.state_file import ScratchFiles
 from zenflow_compile.runtime.parameters.capacity import nvme_cache_bytes, worker_cores
+from zenflow_compile.runtime.parameters.given_back_memory import DeviceMemory
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.parameters.transport import StreamOrder, Transport

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from zenflow_compile.runtime.device.copy_lanes import CopyLane
 from zenflow_compile.runtime.device.device import Stream, Streams
 from zenflow_compile.runtime.device.staging_ring import StagingRing
-from zenflow_compile.runtime.host.device_memory import DeviceMemory
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
+from zenflow_compile.runtime.parameters.given_back_memory import DeviceMemory
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline import DeviceEvent
