@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tests.support.training import ADAM, EAGER_BACKEND, take_step
-from zenflow_compile import ZenFlowAdamW
+from zenflow_compile import ZenFlowAdamW, optimizer_of
 from zenflow_compile.runtime import ops
 
 pytestmark = pytest.mark.usefixtures("small_weights")
@@ -153,5 +153,4 @@ def test_options_of_compile_train_only_the_model() -> None:
     assert all(param.grad is not None for param in other.parameters())
     assert not any(map(ops.is_owned, other.parameters()))
     assert all(map(ops.is_owned, model.parameters()))
-    for engine in ops.live_engines():
-        engine.close(flush=False)  # type: ignore[attr-defined]
+    optimizer_of(call).close()
