@@ -28,6 +28,15 @@ def test_links_lead_to_files(page: str) -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_named_source_files_exist() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    named = {name for page in pages for name in re.findall(r"`([\w./]+\.(?:py|h|cpp))`", page.read_text())}
+    named -= {"test_optim.py"}  # PyTorch's
+    assert len(named) > 20
+    assert {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)} == set()
+
+
 def test_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
