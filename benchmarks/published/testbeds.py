@@ -23,9 +23,6 @@ H100_RATES = {"cpu_update": 2e9, "gpu_update": 25e9, "link": 55e9 / 4, "cpu_down
 UNPINNED = 2.5e9
 """Bytes/s at which gradients reach the host through an unpinned temporary: Deep Optimizer States, text to Table 1."""
 
-SUB_GROUP = 100_000_000
-"""Elements of a subgroup in the runs of Deep Optimizer States."""
-
 _NS = 1e9
 
 
@@ -104,7 +101,7 @@ def phases(
     """A simulated step of a policy whose windows are flushed in every step.
 
     Args:
-        name: of a model. options: of the policy; subgroups are the published ones.
+        name: of a model. options: of the policy.
         tokens: per device, in sequences of ``context``.
         final_at_step: updates begin after the whole backward, as DeepSpeed's do.
         workers: threads per device; by default all its cores but two.

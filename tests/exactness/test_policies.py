@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.exactness.test_half_precision import Given as OneOfEach
 from tests.exactness.test_half_precision import MasterAdamW, trained, zenflow_adamw
 from tests.support.trajectories import each_member, largest_difference, plain_adamw, train
 from tests.support.zoo import BY_NAME, Member, generator
+from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import Placement
 from zenflow_compile.runtime.device import thread_lane
 
@@ -24,6 +26,10 @@ STRIDES: dict[str, dict[str, Any]] = {
     "every_second": {**STREAMED, "update_stride": 2},
     "every_third": {**STREAMED, "update_stride": 3},
     "with_residents": {**STREAMED, "update_stride": 2, "ratio": 0.9},
+}
+LARGER_SUBGROUPS: dict[str, dict[str, Any]] = {
+    "all_at_once": {**STREAMED, "update_stride": 1},
+    "every_second_of_larger_ones": {**STREAMED, "update_stride": 2},
 }
 ONE_STEP: dict[str, Any] = {"update_interval": 1, "topk_ratio": 0.2, "select_interval": 2}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -55,6 +61,17 @@ def test_deep_optimizer_states_are_adamw(member: Member, case: str) -> None:
     assert run.streamed
     assert run.flushes > 0
     assert (run.windows_flushed == 0) == case.startswith("all")
+    assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
+
+
+@pytest.mark.matrix(3)
+@each_member(SOME)
+@pytest.mark.parametrize("case", LARGER_SUBGROUPS)
+@mock.patch.object(planners, "STRIDES", 1)  # as many subgroups as the stride: several parameters in each
+def test_larger_subgroups_are_adamw(member: Member, case: str) -> None:
+    run = train(member, "eager", 20, **LARGER_SUBGROUPS[case])
+    assert run.streamed
+    assert (run.windows_flushed == 0) == (case == "all_at_once")
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) < member.tolerance
 
 
