@@ -35,7 +35,8 @@ class CountedCpu(CpuDevice):
     limit_bytes: int | None = None
 
     def free_bytes(self) -> int | None:
-        return None if self.limit_bytes is None else max(0, self.limit_bytes - _library().counting_now())
+        # Negative before weights beyond the limit have left for host memory.
+        return None if self.limit_bytes is None else self.limit_bytes - _library().counting_now()
 
     def peak_bytes(self) -> int | None:
         return int(_library().counting_peak())
