@@ -213,7 +213,7 @@ class LazyEngine:
             return
         _unapplied.extend(engine.unapplied)
         with suppress(Exception):
-            # The garbage collector may run in a worker, which cannot join itself.
+            # The garbage collector may run in a lane's thread, which cannot join itself.
             if engine.registry.memory.runs(threading.current_thread()):
                 closing = threading.Thread(target=engine.close, kwargs={"flush": False}, name="zenflow-close")
                 self.claim.closing = closing

@@ -169,7 +169,7 @@ def test_order_of_ops(options: dict[str, Any], recording: Callable[..., Recordin
     assert [p for op, p in engine.trace if op == "fetch_parameters_"] == [0, 2, 4, 6]
     backward = engine.trace[4:]
     assert backward[0] == ("begin_backward", None)
-    # Small ones share ops, and are updated after the last one's last read; the first weight is no input of the backward.
+    # Small ones share ops, and are updated after the last of their reads; the first weight is no input here.
     assert backward[1:] == [
         *(("offload_gradients", p) for p in (6, 4, 2, 0)),
         *(("update_parameters", p) for p in (6, 4, 2)),

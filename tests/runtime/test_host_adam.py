@@ -364,7 +364,9 @@ def test_library_that_is_not_ours_is_compiled_anew(no_library: Path, damage: str
 
 def test_cache_that_cannot_be_written_warns_once(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_library.write_text("a file in place of the folder")
-    with pytest.warns(RuntimeWarning, match="every process compiles it anew, which takes seconds; set XDG_CACHE_HOME"):
+    with pytest.warns(
+        RuntimeWarning, match="every process compiles them again, which takes seconds; set XDG_CACHE_HOME"
+    ):
         check_native_code()
 
 
@@ -391,7 +393,7 @@ def test_no_folder_that_can_be_written_is_an_error(no_library: Path, monkeypatch
     no_library.write_text("a file in place of the folder")
     monkeypatch.setattr(tempfile, "tempdir", str(no_library))
     with (
-        pytest.warns(RuntimeWarning, match="every process compiles it anew"),
+        pytest.warns(RuntimeWarning, match="every process compiles them again"),
         pytest.raises(RuntimeError, match=r"no folder for compiled code can be written: .*; set TMPDIR"),
     ):
         check_native_code()

@@ -122,8 +122,8 @@ def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
 def _compile(compiler: Sequence[str], flags: Sequence[str], source: str, library: Path) -> None:
     done = _run(compiler, str(SOURCES / source), *flags, "-o", str(library))
     if done.returncode or not library.exists():
-        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise BuildError(f"{shlex.join(compiler)} ended with {done.returncode}:\n{last}")
+        last = "\n".join(printable(line) for line in (done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise BuildError(f"{printable(shlex.join(compiler))} ended with {done.returncode}:\n{last}")
     library.chmod(0o700)
 
 
@@ -134,7 +134,7 @@ def _run(compiler: Sequence[str], *arguments: str) -> subprocess.CompletedProces
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_COMPILE_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{shlex.join(compiler)} did not run: {error}") from None
+        raise BuildError(f"{printable(shlex.join(compiler))} did not run: {printable(str(error))}") from None
 
 
 def _key(compiler: Sequence[str], flags: Sequence[str] = _FLAGS) -> str:
@@ -158,8 +158,8 @@ def _cpu() -> str:
 @cache  # warn once per process
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"the compiled host updates cannot be kept ({printable(reason)}): every process compiles it anew, which takes "
-        "seconds; set XDG_CACHE_HOME to a folder that can be written",
+        f"the compiled host updates cannot be kept ({printable(reason)}): every process compiles them again, which "
+        "takes seconds; set XDG_CACHE_HOME to a folder that can be written",
         RuntimeWarning,
         stacklevel=user_stacklevel(),
     )

@@ -40,7 +40,7 @@ class SimulatedDevice:
     def __init__(
         self, work: Workload, hardware: Hardware, workers: int, final_at_step: bool, *, first_step: int = 0
     ) -> None:
-        """``first_step``: the number of the step to begin with; see ``steady_state.first_step``."""
+        """``first_step``: the number of the step to begin with; see ``simulate.first_step``."""
         self.work = work
         self.weights = WeightLoads(work, first_step, self._is_final)
         files = FileTurns(work, backward=not final_at_step)

@@ -40,7 +40,7 @@ def simulate(
 ) -> Recording:
     """Run ``plan`` in simulated time.
 
-    The recorded steps are in their steady state, see ``steady_state``; the first one has the number after a full cycle
+    The recorded steps are in their steady state; the first one has the number after a full cycle
     of update windows. Bytes and ``model_bytes`` are one device's share, so that traffic in model sizes is the node's.
 
     Args:
@@ -117,7 +117,7 @@ def steady_step(
     """The numbers of a step, in a fraction of a recording's time; arguments and errors as for ``simulate``.
 
     Deep models and long cycles are simulated coarsely (``workload_of``). Measured differences (see
-    tests/performance/test_workload.py): with more than 128 layers, a step by less than 3%. With more than 1600 steps of
+    tests/prediction/test_workload.py): with more than 128 layers, a step by less than 3%. With more than 1600 steps of
     a cycle times blocks of the model, a step by less than 2%, the host update by up to twice the largest parameter's
     share of all offloaded elements, the disk's bytes by up to twice its share of all that files move, and bytes over
     the link by at most 1%. All else is equal.

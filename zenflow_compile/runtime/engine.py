@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -259,6 +260,8 @@ class Engine(StepRunner):
                 if self.ranks is not None:
                     self.ranks.reduction.on_device.add(p)
                 return
+            if isinstance(param.grad, OffloadedGradient):
+                return  # ``offload_gradients`` has taken it: that of a shard, which the hook sees as part of a DTensor
             backward.contributed = True
             errors.refuse_sparse_grad(param, offloaded.plan.name)
             if self.in_backward:

@@ -29,7 +29,7 @@ class ServesShards(Protocol):
 
 
 def hook_shards(params: Sequence[Tensor], engine_id: int) -> list[Removable]:
-    """Have FSDP2 call ``before_unshard`` before it gathers ``params``, and modules the two others."""
+    """Have FSDP2 call ``before_unshard`` before it gathers ``params``, and modules the others."""
     sharded = [param for param in params if torch_private.is_dtensor(param)]
     handles: list[Removable] = [*torch_private.listen_to_unshard(sharded, _BeforeUnshard(engine_id))]
     for module in torch_private.modules_with_shards(sharded):

@@ -20,7 +20,7 @@ class CopyError(RuntimeError):
 
 
 class Gate(NamedTuple):
-    """A word in host memory, at a 32-bit ``address``, by which native threads see that a copy is complete.
+    """A 32-bit word of host memory, at ``address``, by which native threads see that a copy is complete.
 
     It outlives the copy as long as the ticket does. ``value`` and ``kind``: what it must be, see native/library.py.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from zenflow_compile.native.storage_reads import allow_reads, own_memory, refuse_reads
+from zenflow_compile.native.storage_reads import allow_reads, own_memory, refuse_reads, storage_reads
 from zenflow_compile.planning.weight_memory import SMALLEST_WEIGHT_BYTES
 
 SHARED = "it shares memory with other tensors"
@@ -65,7 +65,9 @@ def move_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
 
     Raises:
         ValueError: a parameter is not on the CPU, or has a gradient. Nothing has been moved then.
+        BuildError: there is no C++ compiler, likewise.
     """
+    storage_reads()  # which empty storages need, before anything is moved
     device = torch.device(device)
     for param in model.parameters():
         if not param.is_cpu:
