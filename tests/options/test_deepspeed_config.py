@@ -206,6 +206,17 @@ def test_offload_param_needs_the_same_directory() -> None:
         read_deepspeed_config({"zero_optimization": {"offload_param": {"device": "gds"}}})
 
 
+@pytest.mark.parametrize("zero", [{"zenflow": {}, "offload_optimizer": {"device": "cpu"}}, {}])
+def test_weights_in_files_need_state_in_files(zero: dict[str, Any]) -> None:
+    config = {"zero_optimization": {**zero, "offload_param": {"device": "nvme", "nvme_path": "/scratch"}}}
+    message = (
+        r'offload_param\.device="nvme" in .* needs offload_optimizer\.device="nvme".*or offload_param\.device="cpu"'
+    )
+    with pytest.raises(ValueError, match=message):
+        read_deepspeed_config(config)
+    assert Options(**read_deepspeed_config(config, policy="zero_infinity")).weights_in_files
+
+
 def test_keywords_replace_those_of_the_file() -> None:
     config = {**adam(params={"lr": 1e-4}), "gradient_clipping": "auto"}
     assert read_quietly_with(config, lr=1e-3, max_grad_norm=2.0) == {
@@ -275,7 +286,11 @@ def test_names_of_deepspeed_alone_are_translated(zenflow: dict[str, Any], found:
         ({"select_strategy": "epoch"}, 'select_interval="auto" in .*"epoch" must be an integer'),
         ({"select_strategy": "epoch", "select_interval": 1}, r"steps_per_epoch is missing.*1 \* len\(loader\)"),
         ({"select_strategy": "epoch", "select_interval": 0, "steps_per_epoch": 4}, "select_interval=0 must be"),
-        ({"select_strategy": "steps"}, "select_strategy='steps' is not one of .*\"step\""),
+        ({"select_strategy": "steps"}, "block of .*select_strategy='steps' is not one of .*\"step\""),
+        (
+            {"select_strategy": "step", "select_interval": 4, "steps_per_epoch": 0},
+            "block of .*: steps_per_epoch=0 must",
+        ),
         ({"offload": True}, "offload=True in .* is not supported in this version.*topk_ratio"),
         ({"pt_reserved_cores_perc": 50}, "pt_reserved_cores_perc=50 must be a number"),
     ],
@@ -284,7 +299,7 @@ def test_unclear_settings_of_zenflow_are_refused(zenflow: dict[str, Any], messag
     config = {"zero_optimization": {"zenflow": zenflow}}
     with pytest.raises(ValueError, match=message):
         read_deepspeed_config(config)
-    if "interval" in message or "steps_per_epoch" in message:
+    if "interval" in message or "steps_per_epoch is missing" in message:
         assert read_deepspeed_config(config, select_interval=6) == {"policy": "zenflow", "select_interval": 6}
 
 
@@ -294,6 +309,7 @@ def test_unclear_settings_of_zenflow_are_refused(zenflow: dict[str, Any], messag
         ({"zero_optimization": {"zenflow": {"topk": 0.1}}}, TypeError, 'zenflow block of .*"topk_ratio"'),
         ({"zero_optimization": {"zenflow": {"policy": "resident"}}}, TypeError, "unknown option 'policy'"),
         ({"zero_optimization": {"zenflow": True}}, TypeError, "zenflow=True .*JSON object"),
+        ({"zero_optimization": {"zenflow": {"select_strategy": None}}}, TypeError, "block of .*: select_strategy=None"),
         ({"zero_optimization": 2}, TypeError, "zero_optimization=2 .*JSON object"),
         ({"zero_optimization": {"offload_optimizer": {"device": "gds"}}}, ValueError, "'gds'.*use \"cpu\""),
         ({"optimizer": {"type": "Lamb"}}, ValueError, "optimizer.type='Lamb'.*\"AdamW\""),

@@ -73,8 +73,9 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
         TypeError: an unknown name in the ``zenflow`` block (with the nearest valid one), or a block that is not a JSON
             object.
         ValueError: not valid JSON, a duplicate key, an optimizer other than Adam, an unknown device for optimizer
-            state or weights, two directories for files, a ``select_interval`` without a unit or in epochs of an unknown
-            length, ``offload`` of selected columns, or ``"auto"`` where a number is needed.
+            state or weights, weights in files without the state, two directories for files, a ``select_interval``
+            without a unit or in epochs of an unknown length, ``offload`` of selected columns, or ``"auto"`` where a
+            number is needed.
     """
     config, where = _load_json(source)
     zero = _block(config, "zero_optimization", where)
@@ -82,7 +83,7 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
     offload = _block(zero, "offload_optimizer", where)
     weights = _block(zero, "offload_param", where)
     found = _read_offload(zero, offload, where)
-    found |= _read_offload_param(weights, found, where)
+    found |= _read_offload_param(weights, found, where, keywords)
     found |= _read_zenflow(zenflow, f"the zenflow block of {where}", keywords)
     ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
     ignored += [
@@ -159,15 +160,18 @@ def _read_zenflow(zenflow: Mapping[str, Any], where: str, filled_in: Mapping[str
         if name not in ZENFLOW_OPTIONS:
             raise unknown_option(name, ZENFLOW_OPTIONS, where=f" in {where}")
     found = {name: value for name, value in zenflow.items() if value != "auto" or name in _TAKES_AUTO}
-    if check_flag("offload", found.pop("offload", False)):
+    if check_flag(f"{where}: offload", found.pop("offload", False)):
         raise ValueError(
             f"offload=True in {where} (state of the selected columns off the device) is not supported in this version; "
             "use offload=false with a smaller topk_ratio and device_share=0, or leave the block out"
         )
     if (reserved := found.pop("pt_reserved_cores_perc", None)) is not None:
-        found["workers"] = 1.0 - check_ratio("pt_reserved_cores_perc", reserved)
-    strategy = check_choice("select_strategy", found.pop("select_strategy", "auto"), ("auto", "step", "epoch"))
-    interval, steps = found.get("select_interval", "auto"), found.pop("steps_per_epoch", None)
+        found["workers"] = 1.0 - check_ratio(f"{where}: pt_reserved_cores_perc", reserved)
+    allowed = ("auto", "step", "epoch")
+    strategy = check_choice(f"{where}: select_strategy", found.pop("select_strategy", "auto"), allowed)
+    interval = found.get("select_interval", "auto")
+    if (steps := found.pop("steps_per_epoch", None)) is not None:
+        steps = check_integer(f"{where}: steps_per_epoch", steps, 1)
     if "select_interval" in filled_in or (strategy == "auto" and interval == "auto"):
         return found
     if strategy == "auto":
@@ -186,16 +190,18 @@ def _read_zenflow(zenflow: Mapping[str, Any], where: str, filled_in: Mapping[str
                 f'steps_per_epoch is missing in {where} under select_strategy="epoch"; write it, or pass '
                 f"select_interval= in steps, as in select_interval={interval} * len(loader)"
             )
-        epochs = check_integer("select_interval", interval, 1)
-        found["select_interval"] = epochs * check_integer("steps_per_epoch", steps, 1)
+        found["select_interval"] = steps * check_integer(f"{where}: select_interval", interval, 1)
     return found
 
 
-def _read_offload_param(weights: Mapping[str, Any], found: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_offload_param(
+    weights: Mapping[str, Any], found: Mapping[str, Any], where: str, filled_in: Mapping[str, Any]
+) -> dict[str, Any]:
     """Where the weights live.
 
     Args:
         found: what ``offload_optimizer`` says.
+        filled_in: keywords that override those of the file.
     """
     device = weights.get("device", "none")
     if device not in ("cpu", "nvme", "none", None):
@@ -207,6 +213,12 @@ def _read_offload_param(weights: Mapping[str, Any], found: Mapping[str, Any], wh
         return {}
     offloaded: dict[str, Any] = {"offload_weights": 1.0}
     if device == "nvme":
+        policies = (found["policy"], filled_in.get("policy"))
+        if "zero_infinity" not in policies and "offload_device" not in {**found, **filled_in}:
+            raise ValueError(
+                f'offload_param.device="nvme" in {where} needs offload_optimizer.device="nvme": weights are in files '
+                'only where optimizer state is; write "nvme" there, or offload_param.device="cpu" (host memory)'
+            )
         offloaded["offload_device"] = "nvme_all"
         if (path := weights.get("nvme_path")) not in _BLANK:
             if found.get("nvme_path", path) != path:
