@@ -24,7 +24,7 @@ def test_every_number_comes_from_its_measurement() -> None:
 
 def test_resident_rate_of_the_device_decides() -> None:
     hardware = hardware_of(FINDINGS)
-    model, filled = llama(width=1024), Options(device_share="fill")
+    model, filled = llama(width=1024), Options(policy="auto", tokens_per_step=1, device_share="fill")
     assert choose(scenario(filled, hardware, model, tokens=8)).policy == "resident"
     as_slow_as_columns = replace(hardware, device_bandwidth=FINDINGS["device"]["bytes"] / 10)
     assert choose(scenario(filled, as_slow_as_columns, model, tokens=8)).policy != "resident"

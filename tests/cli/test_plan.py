@@ -169,6 +169,15 @@ def test_nodes_must_be_connected(capsys: pytest.CaptureFixture[str]) -> None:
         zf.plan("llama2-7b", "8xh100-80g", nodes=0)
 
 
+def test_flags_read_bounds_and_large_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    bounds = ["--policy", "zenflow", "--update-interval", "2,8", "--device-share", "1e9"]
+    assert answer([*SMALL, *bounds], capsys)["policies"][0]["options"].items() >= {
+        "update_interval": [2, 8], "device_share": 10**9,
+    }.items()  # fmt: skip
+    filled = answer([*SMALL, "--device-share", "fill"], capsys)["policies"]
+    assert all(each["options"]["device_share"] > 1 for each in filled if each["policy"] == "zenflow")
+
+
 def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     given = ["--ratio", "0.35", "--update-stride", "12345", "--epoch-tokens", "1e9"]
@@ -403,6 +412,11 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         ),
         (["--params", "1e8", "--hardware", "4xh100-80g", "--offload-weights", "0.5"], "shard the model by fully_shard"),
         (["--params", "1e8", "--hardware", "h200", "--device-share", "1.5"], r"device_share=1\.5 must be a number in"),
+        (
+            ["--params", "1e8", "--hardware", "h200", "--fill-device", "--sub-group-size=8"],
+            'unrecognized .*; fill_device: pass device_share="fill"; sub_group_size: leave it out',
+        ),
+        (["--params", "1e8", "--hardware", "h200", "--update-interval", "8,2"], r"update_interval\[0\]=8 must be"),
         (["--params", "1e8", "--hardware", "h200", "--tokens", "0"], "tokens=0 must be an integer >= 1"),
         (["--params", "1e8", "--hardware", "h200", "--devices", "2"], r"devices=2 must be an integer in \[1, 1\]"),
         (["--params", "1e8", "--hardware", "h200", "--ratio", "1.5"], r"ratio=1\.5 must be a number in \[0, 1\]"),

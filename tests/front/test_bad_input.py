@@ -73,6 +73,12 @@ BAD_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"workers": 10_000}, ValueError, r"workers=10000 must be in \[1, \d+\]: .*physical core.*lower it, or leave it"),
     ({"workers": [99_999]}, ValueError, r"workers=\[99999\] must name .*may use: \[0"),
     ({"workers": 50.0}, ValueError, r"workers=50.0 must be a number in \[0, 1\]"),
+    (
+        {"workers": 2.0},
+        ValueError,
+        r"workers=2.0 must be a number in \[0, 1\], a share .* integer is a number of threads",
+    ),
+    ({"workers": [0.5]}, TypeError, r"workers\[0\]=0.5 must be an integer"),
     ({"update_interval": 0}, ValueError, r"update_interval=0 must be an integer in \[1, 64\], \"auto\", or its"),
     ({"update_interval": 10**6}, ValueError, r"update_interval=1000000 must be an integer in \[1, 64\]"),
     ({"update_interval": 2**63}, ValueError, r"update_interval=9223372036854775808 must be an integer in \[1, 64\]"),

@@ -123,7 +123,8 @@ def test_value_of_the_wrong_type_is_named(name: str, value: Any) -> None:
         {"workers": 0.0},
         {"workers": 1.0},
         {"device_share": 2},
-        {"device_share": "fill"},
+        {"device_share": "fill", "policy": "auto", "tokens_per_step": 1},
+        {"device_share": "fill", "policy": "twinflow"},
         {"weight_grad_bytes": "auto"},
     ],
 )
@@ -202,6 +203,12 @@ def test_gone_option_says_what_to_pass() -> None:
         for make in (Options.from_keywords, lambda **options: split_backend_options(options)):
             with pytest.raises(TypeError, match=re.escape(f"unknown option {name!r}: {text}")):
                 make(**{name: 1})
+
+
+def test_fill_needs_the_policy_that_predicts() -> None:
+    for make in (Options, lambda **options: split_backend_options(options)):
+        with pytest.raises(ValueError, match=r'"fill" under policy=.zenflow. is not supported: only policy="auto"'):
+            make(device_share="fill")
 
 
 def test_offloaded_weights_need_a_policy_for_them() -> None:

@@ -158,7 +158,9 @@ def test_spare_bytes_count_per_device() -> None:
     placements = [param.placement for param in node_plan(options, scenario(options, hardware, model)).params]
     assert placements == ["device"] * 2 + ["split_columns"] * 6
     node = named_hardware("4xa100-40g-pcie4")
-    asked = scenario(Options(device_share="fill"), node, named_model("llama2-7b"), tokens=1024)
+    asked = scenario(
+        Options(policy="auto", tokens_per_step=1, device_share="fill"), node, named_model("llama2-7b"), tokens=1024
+    )
     (filled,) = (each for each in predict(asked).forecasts if each.label == "zenflow")
     assert filled.options["device_share"] < node.device_bytes
     assert filled.fits

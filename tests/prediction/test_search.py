@@ -39,6 +39,7 @@ from zenflow_compile.prediction.search import (
 )
 
 LAYER_STATE = 12 * 1_000_000
+FILLED: dict[str, Any] = {"policy": "auto", "tokens_per_step": 1, "device_share": "fill"}
 MEMORIES = (device_first, host_first)
 # A host with a fifth of the rate that a step without a stall needs.
 SLOW = machine(adam_per_core=0.2e6, device_bandwidth=1e9, host_bandwidth=1e9)
@@ -300,7 +301,7 @@ def test_device_is_filled_up_to_its_memory() -> None:
     hardware = replace(named_hardware("h200"), device_bytes=70e9)
     model = named_model("llama2-7b")
     plain = forecast(Options(topk_ratio=0.0), scenario(Options(), hardware, model, tokens=2048))
-    filled = row("zenflow", scenario(Options(topk_ratio=0.0, device_share="fill"), hardware, model, tokens=2048))
+    filled = row("zenflow", scenario(Options(topk_ratio=0.0, **FILLED), hardware, model, tokens=2048))
     assert filled.fits
     assert plain.device_bytes + 0.85 * (70e9 - plain.device_bytes) < filled.device_bytes
     assert filled.device_bytes <= plain.device_bytes + 0.9 * (70e9 - plain.device_bytes)
@@ -318,7 +319,7 @@ TRIED: list[tuple[Hardware, ModelShape, dict[str, Any]]] = [
     (TIGHT, layers(8), {"nvme_path": "scratch"}),
     (SLOW_HOST, llama(), {"update_stride": 4}),
     (named_hardware("h200"), named_model("llama2-13b"), {}),
-    (named_hardware("4xa100-40g-pcie4"), named_model("llama2-7b"), {"device_share": "fill", "nvme_path": "scratch"}),
+    (named_hardware("4xa100-40g-pcie4"), named_model("llama2-7b"), {**FILLED, "nvme_path": "scratch"}),
 ]
 
 
@@ -357,7 +358,7 @@ def test_fewest_residents_without_a_stall() -> None:
     found = row("zenflow", scenario(options, small, layers(8)))
     assert found.step_s == pytest.approx(24.0)
     assert found.options["device_share"] == 4 * LAYER_STATE
-    filled = row("zenflow", scenario(replace(options, device_share="fill"), machine(), layers(8)))
+    filled = row("zenflow", scenario(replace(options, **FILLED), machine(), layers(8)))
     assert filled.options["device_share"] == 8 * LAYER_STATE
 
 

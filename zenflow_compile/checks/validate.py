@@ -47,7 +47,7 @@ def check_cores(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as logical cores that this process may use, without duplicates."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise TypeError(f"{name}={value!r} must be a list of core numbers, such as [2, 3], or None")
-    cores = tuple(check_integer(name, core, 0) for core in value)
+    cores = tuple(check_integer(f"{name}[{index}]", core, 0) for index, core in enumerate(value))
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     unusable = [core for core in cores if core not in usable]
     if unusable or not cores or len(set(cores)) < len(cores):

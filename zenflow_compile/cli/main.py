@@ -10,7 +10,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from zenflow_compile.options.options import FLAGS, OPTIONS
+from zenflow_compile.options.options import FLAGS, INSTEAD, OPTIONS
 
 _ROUNDS = 5
 _TOKENS = 8192
@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "compiles the host kernel unless it is cached. Numbers are medians; run nothing else at the same time.",
     )
     _add_doctor_arguments(doctor_parser)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        names = [each.partition("=")[0].lstrip("-").replace("-", "_") for each in unknown]
+        remedies = "".join(f"; {name}: {INSTEAD[name]}" for name in names if name in INSTEAD)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{remedies}")
     if options.command == "plan":
         from zenflow_compile.cli import plan
 
@@ -86,7 +90,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", default="auto", help="auto (all policies, and the fastest that fits) or one policy")
     for name, text in FLAGS.items():
-        read: dict[str, Any] = {"metavar": "X", "type": str if name == "nvme_path" else _value}
+        read: dict[str, Any] = {"metavar": "DIR"} if name == "nvme_path" else {"metavar": "X", "type": _value}
         if OPTIONS[name].default is False and name != "offload_weights":
             read = {"action": "store_true"}
         parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=text, **read)
@@ -114,18 +118,23 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _memory(text: str) -> float:
     """Bytes, with or without a unit."""
     size = _value(text)
-    if isinstance(size, str):
+    if not isinstance(size, (int, float)):
         raise argparse.ArgumentTypeError(f"{text!r} must be bytes, as 24GB, 24GiB or 2.4e10")
     return float(size)
 
 
-def _value(text: str) -> int | float | str:
-    """The value of an option: an integer, a number with a decimal point, bytes with a unit, or the text itself."""
+def _value(text: str) -> Any:
+    """An integer, also as 1e9, a number with a decimal point, bytes with a unit, several with commas, or the text."""
+    if "," in text:
+        return tuple(None if each.strip() == "None" else _value(each) for each in text.split(","))
     number = text.rstrip(string.ascii_letters + " ")
     try:
         if unit := text[len(number) :].strip().upper():
             return int(float(number) * _UNITS[unit])
-        return int(number) if number.strip("+-").isdigit() else float(number)
+        if number.strip("+-").isdigit():
+            return int(number)
+        value = float(number)
+        return int(value) if "e" in number.lower() and value.is_integer() and value > 1 else value
     except (KeyError, ValueError, OverflowError):
         return text
 

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Predict and print; ``parser`` reports errors, with exit code 2, before anything is computed."""
     try:
         _check(options)
-        Options.from_keywords(**_given(options))  # before a machine is measured
+        Options.from_keywords(policy="resident", **_given(options))  # before a machine is measured
         if options.models:
             return _models(options)
         scenario = _scenario(options, _model(options), _hardware(options))

@@ -48,7 +48,7 @@ INSTEAD: Mapping[str, str] = {
     "max_update_interval": "pass update_interval=(shortest, longest), or (None, longest) to have the shortest measured",
     "min_update_interval": "pass update_interval=(shortest, longest)",
     "offload": 'pass a smaller topk_ratio with device_share=0, or policy="zero_offload"',
-    "offload_weights_device": 'pass offload_device="nvme_all" for weights in files, and "cpu" or "nvme" otherwise',
+    "offload_weights_device": 'pass offload_device="nvme_all" for state and weights in files, "nvme" for state alone',
     "pt_reserved_cores_perc": "pass workers=1.0 - share, the share of the cores that run host updates, as a float",
     "select_strategy": 'pass select_interval alone: a number of steps, or "auto"',
     "shared_buffers": 'leave it out: gradient buffers share host memory unless update_interval is "auto" or bounds',
@@ -140,7 +140,7 @@ def _check_update_interval(name: str, value: Any) -> int | tuple[int | None, int
 def _check_workers(name: str, value: Any) -> int | float | tuple[int, ...]:
     """Threads, a share of the cores, or cores."""
     if isinstance(value, Real) and not isinstance(value, Integral):
-        return check_ratio(name, value)
+        return check_number(name, value, 0.0, 1.0, remedy=", a share of the cores; an integer is a number of threads")
     if isinstance(value, (tuple, list, range, set, frozenset)):
         return check_cores(name, value)
     return check_integer(name, value, 1, remedy=", a share of the cores in [0.0, 1.0], a list of cores, or None")
@@ -264,7 +264,7 @@ class Options:
     topk_ratio: float = _option(0.1, check_ratio, read_by=_ZENFLOW, flag="share of columns that is selected, in [0, 1]")
     select_interval: int | Literal["auto"] = _integer("auto", 1, read_by=_ZENFLOW)
     update_interval: int | tuple[int | None, int] | Literal["auto"] = _option(
-        4, _check_update_interval, also=("auto",), read_by=_ZENFLOW, flag="steps per update window, at least 1"
+        4, _check_update_interval, also=("auto",), read_by=_ZENFLOW, flag="steps per update window: 4, 2,8 or auto"
     )
     full_warm_up_rounds: int = _integer(0, 0, read_by=_ZENFLOW)
     total_steps: int | None = _integer(None, 1, read_by=_ZENFLOW)
@@ -278,7 +278,7 @@ class Options:
     gradient_accumulation_steps: int | None = _integer(None, 1, flag="micro-batches that the tokens of a step come in")
     communication_data_type: str | None = _choice(None, "fp32", "bf16")
     device_share: int | float | Literal["fill"] = _option(
-        0.25, _check_device_share, also=("fill",), read_by=_ZENFLOW, flag="resident share, bytes of state, or fill"
+        0.25, _check_device_share, also=("fill",), read_by=_ZENFLOW, flag="resident share, state as 8GB, or fill"
     )
     min_offload_size: int = _integer(4096, 0)
     gradient_transfer: str = _choice("each", "each", "mean", "int8", read_by=_ZENFLOW)
@@ -288,7 +288,7 @@ class Options:
         1.0, check_ratio, read_by=("twinflow", "deep_optimizer_states"), flag="share of state off the device, in [0, 1]"
     )
     update_stride: int | Literal["auto"] | None = _integer(
-        None, 1, also=("auto",), read_by=("deep_optimizer_states", "zenflow"), flag="stream one of so many subgroups"
+        None, 1, also=("auto",), read_by=("deep_optimizer_states", "zenflow"), flag="stream one of so many, or auto"
     )
     offload_device: str = _choice("cpu", *OFFLOAD_DEVICES, read_by=("zero_infinity", "zenflow"))
     nvme_path: str | None = _option(
@@ -297,7 +297,7 @@ class Options:
     host_window_bytes: int | None = _integer(None, 1, read_by=_WITH_FILES)
     weight_grad_bytes: int | Literal["auto"] = _integer(0, 0, also=("auto",), read_by=_OFFLOADING)
     offload_weights: float | Literal[False, "auto"] = _option(
-        False, _check_weights, also=("auto",), flag="device memory for loaded weights, or their share that leaves"
+        False, _check_weights, also=("auto",), flag="memory of loaded weights, as 8GB, or share that leaves: 0.5"
     )
 
     def __post_init__(self) -> None:
@@ -306,6 +306,11 @@ class Options:
             if value not in each.metadata["unchecked"]:
                 object.__setattr__(self, each.name, each.metadata["check"](each.name, value))
         self._check_files()
+        if self.device_share == "fill" and self.policy == "zenflow":
+            raise ValueError(
+                'device_share="fill" under policy=\'zenflow\' is not supported: only policy="auto" predicts the memory '
+                "that a step takes; choose it, or pass a share in [0, 1], or an integer of bytes"
+            )
         if self.offload_weights is not False and self.policy in ("deep_optimizer_states", "auto"):
             raise ValueError(
                 f"offload_weights={self.offload_weights!r} under policy={self.policy!r} is not supported in this "

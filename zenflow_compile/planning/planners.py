@@ -115,8 +115,8 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """Plan further parameters; the parameters of ``plan`` keep their placement and phase.
 
     Raises:
-        ValueError: no planner has the name of the policy, ``device_share`` is still ``"fill"``, or a parameter cannot
-            have ``state_dtype`` or ``split_master``.
+        ValueError: no planner has the name of the policy, or a parameter cannot have ``state_dtype`` or
+            ``split_master``.
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
@@ -307,11 +307,7 @@ def resident_order(plans: Sequence[ParamPlan]) -> list[int]:
 
 def _kept_resident(resident: _Plans, on_host: _Plans, options: Options) -> set[int]:
     """Indices of resident parameters: those that ``device_share`` has memory for."""
-    if options.device_share == "fill":
-        raise ValueError(
-            f'device_share="fill" under policy={options.policy!r} is not supported: only policy="auto" predicts the '
-            "memory that a step takes; choose it, or pass a share in [0, 1], or an integer of bytes"
-        )
+    assert options.device_share != "fill"
     if isinstance(options.device_share, float):
         return _without_slack(on_host, options.device_share)
     order = resident_order(on_host)

@@ -336,6 +336,8 @@ def _options(policy: str, machine: Hardware, options: dict[str, Any]) -> Options
     named = dict(options)
     if policy != "auto":
         named["policy"] = policy
+    elif named.get("device_share") == "fill":
+        named["policy"] = "resident"  # it reads no device_share; the search replaces both
     in_files = policy in ("auto", "zero_infinity") or named.get("offload_device", "cpu") != "cpu"
     if in_files and machine.disk_read is not None:
         named.setdefault("nvme_path", SOME_DISK)
