@@ -116,7 +116,10 @@ def chosen_entry(options: Options) -> Tensor:
 def chosen(entry: Tensor) -> dict[str, Any]:
     """The names and values of ``chosen_entry``."""
     values = dict(zip(CHOSEN, entry.tolist(), strict=True))
-    return {name: value if name == "ratio" else _named(name, value) for name, value in values.items()}
+    shares = {"ratio": values["ratio"]}
+    if values["device_share"] <= 1.0:  # more are bytes
+        shares["device_share"] = values["device_share"]
+    return {name: shares.get(name, _named(name, value)) for name, value in values.items()}
 
 
 def in_slices(plan: ParamPlan, tensor: Tensor) -> Tensor:

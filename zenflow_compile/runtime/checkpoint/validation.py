@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zenflow_compile.options.options import Options
+from zenflow_compile.options.options import OPTIONS, Options
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.checkpoint.format import (
@@ -427,10 +427,11 @@ def _remedy(engine: Engine, part: _Part) -> str:
     if saved == own:
         return ""
     default = {each.name: each.default for each in fields(Options)}
+    unread = {name for name in saved if saved["policy"] not in OPTIONS[name].metadata["read_by"]}
     given = [
         f"{name}={value!r}"
         for name, value in saved.items()
-        if name == "policy" or value != own[name] or value != default[name]
+        if name == "policy" or (name not in unread and (value != own[name] or value != default[name]))
     ]
     if "nvme" in saved.values() or saved["policy"] == "zero_infinity":
         given.append("nvme_path=(a directory)")
