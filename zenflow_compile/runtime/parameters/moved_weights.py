@@ -65,7 +65,7 @@ def move_to_device(model: nn.Module, device: torch.device | str) -> nn.Module:
 
     Raises:
         ValueError: a parameter is not on the CPU, or has a gradient. Nothing has been moved then.
-        BuildError: there is no C++ compiler, likewise.
+        RuntimeError: there is no C++ compiler, likewise.
     """
     storage_reads()  # which empty storages need, before anything is moved
     device = torch.device(device)
