@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -149,6 +150,39 @@ def test_optimizer_object_updates_after_backward() -> None:
         steps[implicit] = step(update_interval=1, implicit=implicit)
     assert steps[False] > 1.05 * steps[True]
     assert step(update_interval=1, max_grad_norm=1.0, implicit=True) == steps[False]
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("implicit", [False, True])
+def test_smallest_interval_is_the_first_without_stall(implicit: bool, in_files: bool) -> None:
+    """Of all windows that may be as long as ``select_interval``; the backward hides updates only if implicit."""
+    rng = random.Random(1)
+    found = set()
+    for _ in range(12):
+        hardware = machine(
+            device_bandwidth=1e9,
+            host_bandwidth=1e9,
+            link_to_host=10 ** rng.uniform(6.5, 8),
+            link_to_device=10 ** rng.uniform(6.5, 8),
+            adam_per_core=10 ** rng.uniform(5, 5.8),
+            disk_read=10 ** rng.uniform(7.3, 9),
+            disk_write=1e9,
+        )
+        options = Options(nvme_path="scratch", offload_device="nvme" if in_files else "cpu", select_interval=10)
+        asked = scenario(options, hardware, layers(64), in_backward=implicit)
+        each = [forecast(replace(options, update_interval=steps), asked) for steps in range(1, 11)]
+        waits = [step.stall_s > 0.01 * step.step_s for step in each]
+        interval = explain(each[3], asked)["smallest_interval"]
+        assert interval == (waits.index(False) + 1 if False in waits else None)
+        found.add(interval)
+    assert None in found
+    assert len(found) > 3
+
+
+def test_share_of_all_devices_is_bounded() -> None:
+    options = Options(device_share=2**62)
+    plan = node_plan(options, scenario(options, machine(devices=4), layers(2)))
+    assert not any(param.offloaded for param in plan.params)
 
 
 def test_spare_bytes_count_per_device() -> None:

@@ -19,11 +19,10 @@ from zenflow_compile.performance.models import ModelShape, shape_of
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan
-from zenflow_compile.prediction.forecast import Forecast, Scenario, changed, forecast, resolve_stride
+from zenflow_compile.prediction.forecast import WORTH_IT, Forecast, Scenario, changed, forecast, resolve_stride
 from zenflow_compile.prediction.predict import predict
 from zenflow_compile.prediction.search import (
     ALIKE,
-    WORTH_IT,
     Fit,
     Frontier,
     Memory,
@@ -344,6 +343,26 @@ def test_every_place_has_a_row() -> None:
     assert [each.label for each in predict(asked).forecasts] == of_policies + in_files
     no_disk = replace(SLOW_HOST, disk_read=None, disk_write=None)
     assert [each.label for each in predict(replace(asked, hardware=no_disk)).forecasts] == of_policies
+
+
+# On the first, one streams all subgroups over a fast link: a ratio of 0.75 is slower than 1.0, and 0.25 is fastest.
+LOCAL_BEST = machine(link_to_host=8e6, link_to_device=8e6, adam_per_core=1e5, device_bandwidth=1e9)
+SMALL = ((LOCAL_BEST, layers(8)), (replace(SLOW_HOST, device_bytes=1e9), llama(2)))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=range(len(SMALL)))
+def test_rows_are_the_fastest_of_their_places(case: tuple[Hardware, ModelShape]) -> None:
+    """Of all ratios and strides, the zenflow plans with the row's residents or the given ones."""
+    hardware, model = case
+    asked = scenario(Options(update_interval=1, nvme_path="scratch"), hardware, model, tokens=1)
+    for found in predict(asked).forecasts:
+        place = {"policy": found.policy, "offload_device": found.options.get("offload_device", "cpu")}
+        for ratio, stride in itertools.product((1.0, 0.75, 0.5, 0.25), (None, "auto")):
+            for share in {asked.options.device_share, found.options.get("device_share", 0.25)}:
+                changes: dict[str, Any] = {"ratio": ratio, "update_stride": stride, "device_share": share, **place}
+                options = resolve_stride(replace(asked.options, **changes), hardware, model.params)
+                other = forecast(options, asked)
+                assert not other.fits or found.step_s * (1 - WORTH_IT) <= other.step_s, (found.title, changes)
 
 
 def test_choice_keeps_options_that_are_not_read() -> None:

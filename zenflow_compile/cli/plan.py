@@ -186,7 +186,7 @@ def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentPar
 
 
 def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
-    """The output of ``--explain``: equations and, if host updates overlap, the smallest interval without a stall."""
+    """The output of ``--explain``: equations and, if host updates overlap, the smallest interval that hides them."""
     if not options.explain:
         return {}
     return explain(prediction.shown, prediction.scenario)
@@ -196,5 +196,6 @@ def _print_explained(explained: Mapping[str, Any], console: Console) -> None:
     for line in explained.get("explained", ()):
         console.print(Text(line))
     if "smallest_interval" in explained:
-        none = "none: no update window is long enough; raise topk_ratio, or the tokens of a step"
-        console.print(Text(f"smallest stall-free update_interval: {explained['smallest_interval'] or none}"))
+        none = "none is found; raise topk_ratio, device_share or the tokens of a step"
+        found = explained["smallest_interval"] or none
+        console.print(Text(f"smallest update_interval with a stall of at most 1%, by simulation: {found}"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from zenflow_compile.options.options import Options
+from zenflow_compile.checks.validate import LARGEST_INTEGER
+from zenflow_compile.options.options import LONGEST_UPDATE_INTERVAL, Options
 from zenflow_compile.performance.equations import (
     ACTIVATIONS,
     RECOMPUTED_ACTIVATIONS,
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     import torch
 
 _S_PER_HOUR = 3600.0
+
+WORTH_IT = 0.01
+"""Share of a step that another plan must save: below it, the one that is nearest to AdamW is taken."""
 
 ROUNDED = "with rounded moments"
 """The departure from AdamW that every weight may have."""
@@ -175,6 +180,11 @@ class Forecast:
         return not self.shortages
 
     @property
+    def is_free(self) -> bool:
+        """Whether the device waits for nothing, or hardly."""
+        return self.stall_s <= WORTH_IT * self.step_s
+
+    @property
     def missing_bytes(self) -> int:
         """Missing bytes of all memories. If no policy fits, the forecast with the fewest comes nearest."""
         return sum(self.shortages.values())
@@ -244,7 +254,7 @@ def node_plan(options: Options, scenario: Scenario) -> Plan:
     """
     share = options.device_share
     if isinstance(share, int):
-        options = replace(options, device_share=share * scenario.hardware.devices)
+        options = replace(options, device_share=min(share * scenario.hardware.devices, LARGEST_INTEGER))
     plan = make_plan(scenario.model.params, options)
     weights = _weight_memory(plan, options, scenario)
     return replace(plan, weights=weights, micro_batches=micro_batches(options))
@@ -389,8 +399,8 @@ def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
     """The equations of ``found`` with their numbers, without those whose value is zero.
 
     Returns:
-        ``explained``, one per line; ``smallest_interval`` without a stall by the roofline, None if no update window is
-        long enough: not there if the step waits for host updates anyway.
+        ``explained``, one per line; ``smallest_interval``, the shortest update window that is found whose simulated
+        stall is at most ``WORTH_IT`` of the step, or None: not there if the step waits for host updates anyway.
     """
     options, hardware = Options.from_keywords(**found.options), scenario.hardware
     plan = node_plan(options, scenario)
@@ -417,7 +427,21 @@ def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
     explained: dict[str, Any] = {"explained": [each.line(values) for each in equations if each.of(values)]}
     if waits:
         return explained
-    return explained | {"smallest_interval": limit_of(moved, rates, device_ms=1e3 * device).smallest_interval}
+    bound = limit_of(moved, rates, device_ms=1e3 * device / (1 - WORTH_IT)).smallest_interval
+    return explained | {"smallest_interval": None if bound is None else _smallest_interval(options, scenario, bound)}
+
+
+def _smallest_interval(options: Options, scenario: Scenario, bound: int) -> int | None:
+    """The first ``update_interval`` from ``bound`` on that hardly stalls, by doubling it and bisection."""
+    longest = min(LONGEST_UPDATE_INTERVAL, options.resolved_select_interval(LONGEST_UPDATE_INTERVAL))
+
+    def is_free(interval: int) -> bool:
+        return forecast(replace(options, update_interval=interval), scenario).is_free
+
+    before, interval = bound - 1, bound
+    while interval <= longest and not is_free(interval):
+        before, interval = interval, min(2 * interval, max(longest, interval + 1))
+    return None if interval > longest else bisect_left(range(interval), True, lo=before + 1, key=is_free)
 
 
 STATE: tuple[Mapping[str, Any], ...] = tuple(

@@ -19,6 +19,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.performance.memory import MemoryNeeds
 from zenflow_compile.planning.planners import resident_order
 from zenflow_compile.prediction.forecast import (
+    WORTH_IT,
     Forecast,
     Scenario,
     changed,
@@ -46,11 +47,10 @@ NEAR = 1.1
 PATIENCE = 8
 """The search for the fastest plan ends after the neighbors of this many plans in a row were not faster."""
 
-WORTH_IT = 0.01
-"""Share of a step that another plan must save: below it, the one that is nearest to AdamW is taken."""
-
 _LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
 """Options that ``policy="auto"`` searches where they are at their defaults. It keeps those that steer convergence."""
+
+_WALKED = {"device_share", "ratio", "update_stride"}  # what is searched for each place, whatever else is
 
 _FILLED = 0.9  # share of the free device memory that residents may take: estimates may be too low
 
@@ -241,14 +241,14 @@ class Search:
                 self._candidates[key] = None
         return self._candidates[key]
 
-    def simulate(self, choice: Choice) -> Forecast | None:
-        """The forecast of a choice; None if it does not fit, or if a known plan with less memory has no stall."""
+    def simulate(self, choice: Choice, *, beaten: bool = False) -> Forecast | None:
+        """The forecast of a choice; None if it does not fit or, unless ``beaten``, if less memory suffices."""
         candidate = self.candidate(choice)
         if candidate is None or candidate.missing:
             return None
         key = _key(candidate.options)
         if key not in self._found:
-            if self._beaten(candidate):
+            if not beaten and self._beaten(candidate):
                 return None
             self._found[key] = (choice, forecast(candidate.options, self.scenario))
         return self._found[key][1]
@@ -267,8 +267,8 @@ class Search:
     def fastest(self) -> Forecast | None:
         """The fastest plan that fits; None if none fits.
 
-        It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``. Of
-        plans that are hardly slower than the fastest, it returns the one that is nearest to AdamW.
+        It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``;
+        then by walks in each place. Of plans that are hardly slower, it returns the one that is nearest to AdamW.
         """
         for choice in self.starts():
             self.simulate(choice)
@@ -281,14 +281,16 @@ class Search:
                 for key, (_, found) in self._found.items()
                 if found.step_s <= NEAR * best.step_s and key not in explored
             ]
-            if not near or _is_free(best) or not_faster == PATIENCE:
-                return min(as_fast(self.forecasts), key=_departure)
+            if not near or best.is_free or not_faster == PATIENCE:
+                break
             _, key = min(near)
             explored.add(key)
             for neighbor in self.neighbors(self._found[key][0]):
                 self.simulate(neighbor)
             not_faster = not_faster + 1 if min(each.step_s for each in self.forecasts) == best.step_s else 0
-        return None
+        for choice in self.starts():
+            self._walk(choice)
+        return min(as_fast(self.forecasts), key=_departure) if self._found else None
 
     def explore(self) -> list[Forecast]:
         """Change one option at a time from every plan on a frontier, until no better one is found.
@@ -323,6 +325,19 @@ class Search:
             fastest = min(known, key=lambda plan: (plan is not best, plan.step_s), default=None)
             plans.append(fastest or forecast(candidate.options, self.scenario))
         return plans
+
+    def _walk(self, start: Choice) -> None:
+        """Change what stays resident, the ratio or the stride of a place's fastest plan until none is faster."""
+        self.simulate(start, beaten=True)
+        before: Forecast | None = None
+        while known := [each for each in self._found.values() if each[0][0] == start[0]]:
+            choice, found = min(known, key=lambda each: each[1].step_s)
+            if found is before or found.is_free:
+                return
+            before = found
+            for number, alternatives in enumerate(self.dimensions):
+                for index in range(len(alternatives)) if alternatives[0].keys() <= _WALKED else ():
+                    self.simulate((*choice[:number], index, *choice[number + 1 :]), beaten=True)
 
     def _on_frontiers(self) -> set[str]:
         best = [each for memory in (device_first, host_first) for each in chain(self.forecasts, memory)]
@@ -366,15 +381,10 @@ class Search:
 
     def _beaten(self, candidate: Candidate) -> bool:
         """Whether plans in which the device does not wait need less of each memory: more memory saves no time."""
-        free = [found for _, found in self._found.values() if _is_free(found)]
+        free = [found for _, found in self._found.values() if found.is_free]
         return any(found.device_bytes <= sum(candidate.needs.device.values()) for found in free) and any(
             found.host_bytes <= sum(candidate.needs.host.values()) for found in free
         )
-
-
-def _is_free(found: Forecast) -> bool:
-    """Whether the device waits for nothing, or hardly."""
-    return found.stall_s <= WORTH_IT * found.step_s
 
 
 def _departure(found: Forecast) -> tuple[int, int, float]:
