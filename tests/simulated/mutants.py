@@ -270,7 +270,7 @@ RANK_MUTANTS = {
         Case("exact", delays=LATE_COLLECTIVES, ranks=2),
     ),
     "slices sent before the step": without(
-        GATHER + "_on_stream", "self._stream.wait_stream(self._streams.current())",
+        GATHER + "_on_stream", "self.stream.wait_stream(self._streams.current())",
         Case("exact", "matrices", delays="compute late", ranks=2),
     ),
     "collective read before it is done": without(

@@ -70,7 +70,7 @@ class WeightGather:
         self._streams = device.streams
         self._most_bytes = HOST_GATHER_BYTES if self._streams is None else GATHER_BYTES
         # Urgent, as the lane whose uploads it waits for: see [Note: progress] in stream_flags.
-        self._stream = None if self._streams is None else self._streams.acquire(urgent=True)
+        self.stream = None if self._streams is None else self._streams.acquire(urgent=True)
         self._known: dict[int, Selection] = {}  # this rank's selection, as the others know it
         self._selected: dict[int, list[Tensor]] = {}  # by parameter and part: i64[selected slices of the part]
 
@@ -129,8 +129,8 @@ class WeightGather:
 
     def wait(self) -> None:
         """Make the device's current stream wait for the last gather."""
-        if self._streams is not None and self._stream is not None:
-            self._streams.current().wait_stream(self._stream)
+        if self._streams is not None and self.stream is not None:
+            self._streams.current().wait_stream(self.stream)
 
     def forget(self) -> None:
         """Send all selections again: a state is about to be loaded, behind a gather that an error may have ended."""
@@ -144,19 +144,19 @@ class WeightGather:
             found.content(*slices)
 
     def close(self) -> None:
-        if self._streams is not None and self._stream is not None:
+        if self._streams is not None and self.stream is not None:
             self.wait()  # before the next owner of the stream frees memory that is used on this one
-            self._streams.release(self._stream, urgent=True)
-            self._stream = None
+            self._streams.release(self.stream, urgent=True)
+            self.stream = None
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         """Queue the work of a block on the gather stream, behind all work of the current one."""
-        if self._streams is None or self._stream is None:
+        if self._streams is None or self.stream is None:
             yield
             return
-        self._stream.wait_stream(self._streams.current())
-        with self._streams.use(self._stream), self._group.recorder.behind_the_step():
+        self.stream.wait_stream(self._streams.current())
+        with self._streams.use(self.stream), self._group.recorder.behind_the_step():
             yield
 
     def _write(self, piece: list[tuple[Changed, int]], pending: Pending) -> None:
@@ -179,7 +179,7 @@ class WeightGather:
         bump_versions([each.param for each in members], [each.weights.counter for each in members])
         if self._streams is not None:
             event = self._streams.event()
-            event.record(self._stream)
+            event.record(self.stream)
             for each in members:
                 each.arriving = event
 
