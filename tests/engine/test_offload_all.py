@@ -17,7 +17,7 @@ from tests.support.patches import failing, host_memory
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch, mlp, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, copy_without_gil
-from zenflow_compile.runtime.host import device_memory
+from zenflow_compile.runtime.parameters import given_back_memory
 from zenflow_compile.runtime.parameters.given_back_memory import DeviceMemory
 
 STEPS = 6
@@ -312,7 +312,7 @@ def test_closed_optimizer_is_refused(method: str) -> None:
 def test_host_without_room_is_refused() -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
     with (
-        host_memory(100, read_by=device_memory),
+        host_memory(100, read_by=given_back_memory),
         pytest.raises(MemoryError, match=r"needs .* MB of host memory, and only 0.0 MB are available"),
     ):
         moved.optimizer.offload_all()
@@ -322,7 +322,7 @@ def test_host_without_room_is_refused() -> None:
 
 def without_room(after: int) -> AbstractContextManager[None]:
     """Let the device have no room for a storage, after ``after`` of them."""
-    return failing(device_memory._Block, "allocate", torch.OutOfMemoryError("no room"), after=after)
+    return failing(given_back_memory._Block, "allocate", torch.OutOfMemoryError("no room"), after=after)
 
 
 @pytest.mark.parametrize("after", [0, 5])
@@ -373,7 +373,7 @@ def test_slow_copy_of_a_gradient_is_awaited(copies: Copies) -> None:
 
 def test_interrupted_move_is_made_good() -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
-    interrupt = failing(device_memory._Block, "empty", KeyboardInterrupt(), after=4)
+    interrupt = failing(given_back_memory._Block, "empty", KeyboardInterrupt(), after=4)
     with interrupt, pytest.raises(KeyboardInterrupt):
         moved.optimizer.offload_all()
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
