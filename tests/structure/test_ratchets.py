@@ -19,9 +19,6 @@ HOW = (
 )
 
 
-PATHS = ("gradient", "parameter", "load and unload")
-
-
 def flat(counts: dict[str, Any], path: str = "") -> Iterator[tuple[str, int]]:
     for name, count in counts.items():
         if isinstance(count, dict):
@@ -35,10 +32,8 @@ def test_no_count_is_above_its_record() -> None:
     command = [sys.executable, "-m", "scripts.ratchets"]
     counts = json.loads(subprocess.run(command, cwd=ratchets.ROOT, stdout=subprocess.PIPE, check=True).stdout)
     recorded = dict(flat(json.loads(ratchets.RECORD.read_text())))
-    # On a busy machine threads are late more often: some calls more in each round, and a file.
-    late = {f"{path}: {kind}": most for path in PATHS for kind, most in (("calls", 3), ("files", 1))}
-    bounds = {name: number + late.get(name, 0) for name, number in recorded.items()}
-    above = {name: (count, bounds.get(name, 0)) for name, count in flat(counts) if count > bounds.get(name, 0)}
+    recorded["load and unload: calls"] += 1  # prefetches that are late by a moment: 71.5 on average
+    above = {name: (count, recorded.get(name, 0)) for name, count in flat(counts) if count > recorded.get(name, 0)}
     assert not above, f"{above} (count, recorded): {HOW}"
 
 
