@@ -53,7 +53,7 @@ class Engine(StepRunner):
     # Ops of backward graphs, and hooks on ``.grad``.
 
     def begin_backward(self, arrived: int | None = None) -> None:
-        """Begin a backward, which the gradient of parameter ``arrived`` made known, unless it is known already."""
+        """Begin a backward that is not known yet; ``arrived``: the parameter whose gradient showed it."""
         if self.failure is not None or self._closing or self.in_child:
             self._check()
         task = torch_private.current_graph_task()
@@ -92,7 +92,7 @@ class Engine(StepRunner):
             self.streamed.prefetch()
 
     def _begin_in_backward(self, arrived: int | None) -> None:
-        """Begin a backward that steps at its end, and drop the gradients of one that failed, but not what ``arrived``.
+        """Begin a backward that steps at its end. Gradients of a failed one are dropped; that of ``arrived`` stays.
 
         Raises:
             RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.

@@ -194,7 +194,7 @@ class IncomingGradient(ShownGradient):
             self.param.grad = shown
 
     def _receive_more(self, record: GradientRecord, matrix: Tensor, *, split_now: bool) -> None:
-        """Take a contribution to the gradient ``record``, which has some."""
+        """Add a further contribution to the gradient ``record``."""
         if record.state.away:
             self._add(record, matrix)
             if split_now and self.arrival is not Arrival.IN_PIECES:
@@ -508,7 +508,7 @@ class OffloadedParam(IncomingGradient):
     # 4. Commit.
 
     def commit(self, coefficients: StepCoefficients | None) -> None:
-        """Add the final gradient to the update window. None: the optimizer step has no gradient of this parameter."""
+        """Add the final gradient to the update window; None: this step has none of this parameter."""
         if coefficients is not None:
             if self._copy is not None:
                 index, ticket = self._copy
@@ -889,7 +889,7 @@ class OffloadedParam(IncomingGradient):
         self.host.clear_windows()
 
     def list_memory(self, found: MemoryList) -> None:
-        """Add the device's memory, behind all work in flight, to which nothing refers any longer."""
+        """Add this parameter's device memory. All work in flight must have ended."""
         self.host.forget_ended()
         self._kept = None
         if self.pending is not None:
