@@ -2,7 +2,8 @@
 
 With a compiled model, an update becomes visible in front of the weight's next use in a graph. An average or a merge
 that reads parameters directly comes before that use. Each function of ``FUNCTIONS`` is therefore replaced by one that
-makes the due updates of every live optimizer visible and then calls it.
+makes the due updates of every live optimizer visible and then calls it. An optimizer that has failed raises, unless
+the function is given parameters, and none of them is its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,14 +26,14 @@ from torch import Tensor, nn
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.torch_internals.torch_private import storage_identity
 
 Written: TypeAlias = Callable[[dict[str, Any]], Iterable[Tensor]]
 """Given the arguments of a call by name, returns the parameters that it writes in place through ``.data``."""
 
 
-def _given_parameters(arguments: dict[str, Any]) -> list[Tensor]:
-    # The function reads them afterwards, and they may come from a generator.
-    params = arguments["parameters"] = list(arguments["parameters"])
+def _given_parameters(arguments: dict[str, Any]) -> Iterable[Tensor]:
+    params: Iterable[Tensor] = arguments["parameters"]
     return params
 
 
@@ -187,16 +188,51 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
             return function(*args, **keywords)
         # A forked child applies nothing, and may call this for parameters of its own. Reads of ours stay refused.
         engines = [engine for engine in ops.live_engines() if isinstance(engine, Engine) and not engine.in_child]
-        for engine in engines:
-            engine.apply_due()
-            engine.hold_weights()
-        if written is None or not engines:
+        if not engines:
             return function(*args, **keywords)
         call = signature.bind(*args, **keywords)
-        params = [each for each in written(call.arguments) if any(one.index_of(each) is not None for one in engines)]
+        for name, value in call.arguments.items():
+            if isinstance(value, Iterator):  # the function reads it after us
+                call.arguments[name] = list(value)
+        for engine in engines:
+            _apply_due(engine, call.arguments.values())
+        params = [] if written is None else written(call.arguments)
+        params = [each for each in params if any(one.index_of(each) is not None for one in engines)]
         try:
             return function(*call.args, **call.kwargs)
         finally:
             torch.autograd.graph.increment_version(params)
 
     return updates_first
+
+
+def _apply_due(engine: Engine, arguments: Iterable[Any]) -> None:
+    """Make the due updates of ``engine`` visible to a function that is called with ``arguments``.
+
+    Raises:
+        RuntimeError: the optimizer has failed, and the function may read its parameters: it is given one, a view of
+            one, or nothing that tells.
+    """
+    try:
+        engine.apply_due()
+        engine.hold_weights()
+    except Exception:
+        given = [tensor for value in arguments for tensor in _tensors_of(value)]
+        own = {storage_identity(param.untyped_storage()) for param in engine.params}
+        if not given or any(storage_identity(tensor.untyped_storage()) in own for tensor in given):
+            raise
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors of an argument: itself, those in it, the parameters of a module or of the module that it wraps."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        for each in value:
+            yield from _tensors_of(each)
+    else:
+        for attribute in getattr(value, "__dict__", {}).values():
+            if isinstance(attribute, nn.Module):
+                yield from attribute.parameters()

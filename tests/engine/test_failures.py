@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -100,6 +102,18 @@ def test_original_error_is_the_cause() -> None:
         with break_it(0):
             error = train_until_it_fails(training, 3, 2)
         assert isinstance(error.__cause__, BrokenError)
+
+
+@pytest.mark.parametrize("break_it", [break_update, break_copy])
+def test_failed_engine_is_collected(break_it: Callable[[int], AbstractContextManager[object]]) -> None:
+    """When nobody holds its error. Its threads end then, and its memory is free for a new run."""
+    training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
+    engine = weakref.ref(training.optimizer.engine)
+    with break_it(0):
+        train_until_it_fails(training, 3, 2)
+    del training
+    gc.collect()
+    assert engine() is None
 
 
 @pytest.mark.parametrize("interval", [1, 4])

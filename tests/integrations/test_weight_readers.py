@@ -31,6 +31,7 @@ from tests.integrations.compare import (
     weights,
 )
 from tests.integrations.vision import import_timm
+from tests.support.gated_jobs import UPDATES, failing, gated
 from tests.support.training import take_step
 from tests.support.weight_readers import in_child
 from zenflow_compile import weight_readers
@@ -335,6 +336,34 @@ def test_reader_applies_updates_of_every_optimizer() -> None:
             average.update_parameters(both)
         found.append(weights(average.module))
     assert difference(*found) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["parameters", "generator", "module"])
+def test_reader_of_another_model_hears_of_no_failure(kind: str) -> None:
+    """After a run that failed, whose objects a traceback keeps, a new one begins in the same process."""
+    from torch.optim.swa_utils import AveragedModel
+
+    def read(model: nn.Module) -> None:
+        if kind == "module":
+            AveragedModel(model).update_parameters(model)
+        else:
+            params = model.parameters()
+            nn.utils.parameters_to_vector(list(params) if kind == "parameters" else params)
+
+    failed, loop = Loop({**EXACT, "update_interval": 1}), Loop(EXACT)
+    error = RuntimeError("on purpose")
+    with gated(failing(error), UPDATES), pytest.raises(RuntimeError, match="host update"):
+        for _ in failed.steps():
+            pass
+    for _ in loop.steps(2):
+        read(loop.model)
+    views = [param.data.view(-1) for param in loop.model.parameters()]
+    assert torch.equal(nn.utils.parameters_to_vector(views), torch.cat(views))
+    for read_it in (lambda: read(failed.model), lambda: nn.utils.parameters_to_vector([])):
+        with pytest.raises(RuntimeError, match="host update"):
+            read_it()
+    with pytest.raises(RuntimeError, match="host update"):
+        failed.optimizer.close()
 
 
 # How functions are replaced.

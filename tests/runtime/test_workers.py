@@ -209,7 +209,7 @@ def test_counter_gates_wrap_around(pool: Workers) -> None:
         word = ctypes.c_uint32(0xFFFFFFFE)
 
         def gate(self) -> Gate:
-            return Gate(ctypes.addressof(self.word), 1, native.COUNTER)
+            return Gate(ctypes.addressof(self.word), 1, native.COUNTER, self.word)
 
         def done(self) -> bool:
             return False
@@ -230,7 +230,7 @@ def test_inputs_that_never_arrive_fail_the_job(pool: Workers) -> None:
         word = ctypes.c_uint32(0)
 
         def gate(self) -> Gate:
-            return Gate(ctypes.addressof(self.word), 1, native.COUNTER)
+            return Gate(ctypes.addressof(self.word), 1, native.COUNTER, self.word)
 
         def done(self) -> bool:
             raise RuntimeError("the device has died")

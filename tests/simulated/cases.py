@@ -374,7 +374,7 @@ class LateInput:
         self._flag = flag
 
     def gate(self) -> Gate:
-        return Gate(self._flag.address, self._flag.value, COUNTER)
+        return Gate(self._flag.address, self._flag.value, COUNTER, self)
 
     def done(self) -> bool:
         return self._flag.reached()

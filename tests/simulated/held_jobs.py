@@ -27,7 +27,7 @@ class HeldInput:
         self._word.value = 1
 
     def gate(self) -> Gate:
-        return Gate(ctypes.addressof(self._word), 1, COUNTER)
+        return Gate(ctypes.addressof(self._word), 1, COUNTER, self._word)
 
     def done(self) -> bool:
         return bool(self._word.value)

@@ -28,7 +28,7 @@ class LateWord:
         self._thread.start()
 
     def gate(self) -> Gate:
-        return Gate(ctypes.addressof(self._word), 1, COUNTER)
+        return Gate(ctypes.addressof(self._word), 1, COUNTER, self._word)
 
     def done(self) -> bool:
         return self._word.value == 1

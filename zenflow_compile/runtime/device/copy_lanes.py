@@ -22,12 +22,14 @@ class CopyError(RuntimeError):
 class Gate(NamedTuple):
     """A 32-bit word of host memory, at ``address``, by which native threads see that a copy is complete.
 
-    It outlives the copy as long as the ticket does. ``value`` and ``kind``: what it must be, see native/library.py.
+    ``value`` and ``kind``: what it must be, see native/library.py. ``owner`` keeps the word, and refers to no error,
+    whose traceback would refer to an engine.
     """
 
     address: int
     value: int
     kind: int
+    owner: object
 
 
 class Ticket(Protocol):

@@ -50,7 +50,7 @@ class StreamTicket:
         self._end.synchronize()
 
     def gate(self) -> Gate:
-        return Gate(self._flag.address, self._flag.value, COUNTER)
+        return Gate(self._flag.address, self._flag.value, COUNTER, self)
 
     settled_gate = gate  # the device reports a failed copy itself
 

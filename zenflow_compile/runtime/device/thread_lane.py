@@ -55,10 +55,11 @@ class ThreadTicket:
             self._state.value = DONE if self.error is None else FAILED
 
     def gate(self) -> Gate:
-        return Gate(ctypes.addressof(self._state), DONE, STATE)
+        return Gate(ctypes.addressof(self._state), DONE, STATE, self._state)
 
     def settled_gate(self) -> Gate:
-        return Gate(ctypes.addressof(self._state), DONE, COUNTER)  # or beyond: a copy that failed has ended, too
+        # Or beyond: a copy that failed has ended, too.
+        return Gate(ctypes.addressof(self._state), DONE, COUNTER, self._state)
 
     @property
     def is_settled(self) -> bool:

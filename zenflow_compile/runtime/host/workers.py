@@ -5,9 +5,9 @@ made; from then on nothing of it needs Python.
 
 [Note: native memory] Native threads read and write through addresses. So the memory of every queued job is kept until
 no task of it runs or will run, by the list ``_owners``. A reference of its own keeps that list until the threads have
-ended: an interrupt in between leaks it. Owners refer to no job and no engine: an engine that is forgotten is collected,
-and ends the threads, as the end of the process does. The native pool itself, some hundred bytes, is never freed: a
-Python thread may still be on its way out of a wait for a job that has just ended.
+ended: an interrupt in between leaks it. Owners refer to no job, error or engine: an engine that is forgotten is
+collected, and ends the threads, as the end of the process does. The native pool itself, some hundred bytes, is never
+freed: a Python thread may still be on its way out of a wait for a job that has just ended.
 """
 
 from __future__ import annotations
@@ -119,13 +119,13 @@ class Job:
         self._error: BaseException | None = None
         self.recorded = False
         # Those behind come first: a job whose input has failed ends no earlier than they do.
-        gates = [Gate(ctypes.addressof(job.memory) + _SETTLED, 1, native.COUNTER) for job in self._behind]
+        gates = [job.gate(_SETTLED, 1, native.COUNTER) for job in self._behind]
         gates += [input.gate() for input in inputs]
-        gates += [Gate(ctypes.addressof(job.memory) + _STATE, native.DONE, native.STATE) for job in after]
+        gates += [job.gate(_STATE, native.DONE, native.STATE) for job in after]
         gates += [copy.settled_gate() for copy in self._read_by]  # last: ``error`` counts the gates before them
         bounds = work.bounds
         tasks = len(bounds) - 1
-        words = (native.Gate * len(gates))(*(native.Gate(*gate) for gate in gates))
+        words = (native.Gate * len(gates))(*(native.Gate(*gate[:3]) for gate in gates))
         self.records = (native.Record * tasks)()
         self.memory: HostJob = HostJob(
             failed_gate=-1,
@@ -141,17 +141,17 @@ class Job:
         )
         if flag is not None:
             self.memory.flag, self.memory.flag_value = flag.address, flag.value
-        waited_for = [job.memory for job in (*after, *self._behind)]
-        self.owners: Any = (
-            self.memory, words, bounds, self.records, inputs, self._read_by, waited_for, work.describe(self.memory),
-            flag,
-        )  # fmt: skip
+        waited_for = [gate.owner for gate in gates]
+        self.owners: Any = (self.memory, words, bounds, self.records, waited_for, work.describe(self.memory), flag)
 
     @classmethod
     def ended(cls, *, step: int, param: str) -> Job:
         job = cls(_Nothing(), (), (), ctypes.c_void_p(), deadline=0, step=step, param=param)
         job.memory.settled, job.memory.state = 1, native.DONE
         return job
+
+    def gate(self, offset: int, value: int, kind: int) -> Gate:
+        return Gate(ctypes.addressof(self.memory) + offset, value, kind, self.memory)
 
     @property
     def is_set(self) -> bool:
