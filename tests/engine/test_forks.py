@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.processes import in_child
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, assert_same, batch
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 
@@ -26,25 +27,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-
-
-def in_child(action: Callable[[], object]) -> str:
-    """Run ``action`` in a forked child; returns its error or its result as text, or the signal that ended the child."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(10)  # a child that hangs ends by a signal
-        try:
-            told = f"returned {action()}"
-        except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(writer, told.encode()[:4000])
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        told = file.read()
-    _, status = os.waitpid(child, 0)
-    return told if os.WIFEXITED(status) else f"signal {os.WTERMSIG(status)}"
 
 
 # In CUDA builds the autograd engine has threads for devices, and refuses a backward after a fork before we are asked.

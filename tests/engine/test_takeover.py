@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 import zenflow_compile
 from tests.engine.test_failures import break_update
-from tests.engine.test_forks import AUTOGRADS_OWN_REFUSAL, in_child
+from tests.engine.test_forks import AUTOGRADS_OWN_REFUSAL
 from tests.support.patches import host_memory
+from tests.support.processes import in_child
 from tests.support.training import (
     ADAM,
     EAGER_BACKEND,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
+from tests.support.processes import in_child
 from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.torch_internals.torch_private import refusal_of
@@ -299,25 +299,6 @@ def test_weights_that_leave_a_graph_stay_on_the_device() -> None:
     assert "writes" in kept["inner.written.weight"]
     assert equal(pair.model.state_dict(), pair.expected())
     pair.close()
-
-
-def in_child(read: Callable[[], Any]) -> str:
-    """What ``read`` raises in a forked process; the signal that ends it, if one does."""
-    receiving, sending = os.pipe()
-    if (child := os.fork()) == 0:
-        text = "nothing"
-        try:
-            read()
-        except RuntimeError as error:
-            text = str(error)
-        finally:
-            os.write(sending, text.encode())
-            os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving) as file:
-        text = file.read()
-    _, status = os.waitpid(child, 0)
-    return text if status == 0 else f"signal {status}"
 
 
 def test_forked_process_is_told_that_it_has_no_weights(pair: Pair) -> None:

@@ -444,46 +444,42 @@ def all_reduced(call: Call, number: int, rank: int) -> Tensor:
     return F.cross_entropy(call(inputs[half]), targets[half])
 
 
-def per_parameter(side: Side, rank: int) -> nn.Module:
-    model = small()
-    optimizer, call = side.optimizer(model.named_parameters()), side.compile(model)
-    for step in range(6):
-        all_reduced(call, step, rank).backward()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= 2
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+def reduced(reduce: Callable[[list[nn.Parameter]], Any]) -> Callable[[Side, int], nn.Module]:
+    """A loop that sums the gradients of both ranks by ``reduce``; what it returns is alive in the step."""
+
+    def train(side: Side, rank: int) -> nn.Module:
+        model = small()
+        optimizer, call = side.optimizer(model.named_parameters()), side.compile(model)
+        for step in range(6):
+            all_reduced(call, step, rank).backward()
+            _kept = reduce(list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    return train
 
 
-def asynchronous(side: Side, rank: int) -> nn.Module:
-    model = small()
-    optimizer, call = side.optimizer(model.named_parameters()), side.compile(model)
-    for step in range(6):
-        all_reduced(call, step, rank).backward()
-        for work in [dist.all_reduce(param.grad.data, async_op=True) for param in model.parameters()]:
-            work.wait()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+def per_parameter(params: list[nn.Parameter]) -> None:
+    for param in params:
+        dist.all_reduce(param.grad)
+        param.grad /= 2
 
 
-def flat_copies(side: Side, rank: int) -> nn.Module:
-    """Gradients are flattened, reduced in one call and copied back, as in Megatron and Apex."""
-    model = small()
-    optimizer, call = side.optimizer(model.named_parameters()), side.compile(model)
-    for step in range(6):
-        all_reduced(call, step, rank).backward()
-        grads = [param.grad for param in model.parameters()]
-        flat = torch._utils._flatten_dense_tensors(grads)
-        dist.all_reduce(flat)
-        flat /= 2
-        for grad, part in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
-            grad.copy_(part)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+def asynchronous(params: list[nn.Parameter]) -> None:
+    for work in [dist.all_reduce(param.grad.data, async_op=True) for param in params]:
+        work.wait()
+
+
+def flat_copies(params: list[nn.Parameter]) -> list[Tensor]:
+    """Flattened, reduced in one call and copied back, as in Megatron and Apex."""
+    grads = [param.grad for param in params]
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    flat /= 2
+    for grad, part in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(part)
+    return [*grads, flat]
 
 
 def flat_views(side: Side, rank: int) -> nn.Module:
@@ -532,7 +528,8 @@ def ddp_no_sync(side: Side, rank: int) -> nn.Module:
     return ddp(side, rank, no_sync=True)
 
 
-BY_HAND = {each.__name__: each for each in (per_parameter, asynchronous, flat_copies, flat_views)}
+BY_HAND = {each.__name__: reduced(each) for each in (per_parameter, asynchronous, flat_copies)}
+BY_HAND["flat_views"] = flat_views
 REDUCERS = {"ddp": ddp, "ddp_views": ddp_views, "ddp_clipped": ddp_clipped, "ddp_no_sync": ddp_no_sync}
 CASES = [(name, entry) for name in BY_HAND for entry in range(2)] + [(name, 0) for name in REDUCERS]
 CASE_IDS = [f"{name}-{ENTRY_IDS[entry]}" for name, entry in CASES]

@@ -478,17 +478,20 @@ HOOKS = {"halve": halve, "shift": shift, "mask": keep_some}
 hooks = pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS.keys())
 
 
-def hooked(build: Callable[[], nn.Module], hook: Any) -> Callable[[], nn.Module]:
+HOOK, POST_HOOK = nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook
+
+
+def hooked(build: Callable[[], nn.Module], hook: Any, register: Any = HOOK) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         model = build()
         for param in model.parameters():
-            param.register_hook(hook)
+            register(param, hook)
         return model
 
     return made
 
 
-def hooked_in_loop(hook: Any, at: int) -> Loop:
+def hooked_in_loop(hook: Any, at: int, register: Any = HOOK) -> Loop:
     """Register hooks at step ``at`` and remove them four steps before the end."""
 
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
@@ -496,7 +499,7 @@ def hooked_in_loop(hook: Any, at: int) -> Loop:
         handles = []
         for step in range(STEPS):
             if step == at:
-                handles = [param.register_hook(hook) for param in model.parameters()]
+                handles = [register(param, hook) for param in model.parameters()]
             if step == STEPS - 4:
                 for handle in handles:
                     handle.remove()
@@ -583,43 +586,18 @@ POST = {"clamp": clamp_grad, "scale": scale_grad, "replace": replace_grad}
 post_hooks = pytest.mark.parametrize("hook", POST.values(), ids=POST.keys())
 
 
-def post_hooked(build: Callable[[], nn.Module], hook: Any) -> Callable[[], nn.Module]:
-    def made() -> nn.Module:
-        model = build()
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(hook)
-        return model
-
-    return made
-
-
 @both_entries
 @post_hooks
 def test_post_hooks_before_the_optimizer(hook: Any, entry: dict[str, Any] | None) -> None:
     loop = with_tool(lambda model, _: gradients(model), backwards=2)
-    compare_runs(run_of(loop, post_hooked(small, hook)), entry, effect=run_of(with_tool(None, backwards=2)))
+    compare_runs(run_of(loop, hooked(small, hook, POST_HOOK)), entry, effect=run_of(with_tool(None, backwards=2)))
 
 
 @both_entries
 @post_hooks
 @pytest.mark.parametrize("at", [0, 3], ids=["before_compilation", "after_compilation"])
 def test_post_hooks_after_the_optimizer(hook: Any, entry: dict[str, Any] | None, at: int) -> None:
-    def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
-        values: list[float | Tensor] = []
-        handles = []
-        for step in range(STEPS):
-            if step == at:
-                handles = [param.register_post_accumulate_grad_hook(hook) for param in model.parameters()]
-            if step == STEPS - 4:
-                for handle in handles:
-                    handle.remove()
-            loss_of(call, step).backward()
-            values += gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        return values
-
-    compare(loop, entry, effect=plain)
+    compare(hooked_in_loop(hook, at, POST_HOOK), entry, effect=plain)
 
 
 @both_entries
@@ -642,7 +620,7 @@ def test_reading_post_hook_sees_the_sum(entry: dict[str, Any] | None) -> None:
 
 @both_entries
 def test_tensor_and_post_hooks_together(entry: dict[str, Any] | None) -> None:
-    run = run_of(with_tool(lambda model, _: gradients(model)), post_hooked(hooked(small, shift), clamp_grad))
+    run = run_of(with_tool(lambda model, _: gradients(model)), hooked(hooked(small, shift), clamp_grad, POST_HOOK))
     compare_runs(run, entry, effect=run_of(plain, hooked(small, shift)))
 
 

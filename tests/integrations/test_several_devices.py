@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from tests.integrations.compare import (
     tiny_llama,
     weights,
 )
-from tests.support.processes import run_two_processes
+from tests.support.processes import results_of, run_two_processes
 from tests.support.training import take_step
 from zenflow_compile import ZenFlowAdamW
 
@@ -271,15 +270,12 @@ def work(rank: int) -> dict[str, Any]:
     for name, run in EXACT_RUNS.items():
         for label, options in (("adamw", None), ("exact", EXACT), ("windowed", WINDOWED)):
             runs[f"{name}-{label}"] = partial(run, options=options)
-    results: dict[str, Any] = {}
-    for name, each in runs.items():
+
+    def forget() -> None:
         forget_accelerate()
         torch._dynamo.reset()
-        try:
-            results[name] = each(rank)
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    return results
+
+    return results_of({name: partial(run, rank) for name, run in runs.items()}, forget)
 
 
 @pytest.fixture(scope="module")

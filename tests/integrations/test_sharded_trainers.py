@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from tests.integrations.compare import (
 )
 from tests.integrations.test_documented_recipes import DOCUMENT, IMPORTS, RECIPES, SHARDED
 from tests.integrations.test_several_devices import STEPS, Weights, net
-from tests.support.processes import run_two_processes
+from tests.support.processes import results_of, run_two_processes
 from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(180)
@@ -366,16 +365,13 @@ def work(rank: int) -> dict[str, Any]:
     for name, run in RUNS.items():
         for label, options in OPTIONS.items():
             runs[f"{name}-{label}"] = partial(run, options=options)
-    results: dict[str, Any] = {}
-    for name, each in runs.items():
+
+    def forget() -> None:
         forget_accelerate()
         for variable in [variable for variable in os.environ if variable.startswith(("ACCELERATE_", "FSDP_"))]:
             del os.environ[variable]
-        try:
-            results[name] = each(rank)
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    return results
+
+    return results_of({name: partial(run, rank) for name, run in runs.items()}, forget)
 
 
 @pytest.fixture(scope="module")

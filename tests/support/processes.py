@@ -1,10 +1,12 @@
-"""Starts two processes on this machine, as a distributed run would, and collects their results."""
+"""Two processes on this machine, as a distributed run starts them, or a forked one, and what comes of them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,3 +58,34 @@ def run_two_processes(work: Callable[[int], Results], folder: Path, *, process_g
     arguments = (dict(os.environ), work, str(folder), port, process_group)
     mp.start_processes(_run, args=arguments, nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def results_of(runs: Mapping[str, Callable[[], Any]], before: Callable[[], None]) -> Results:
+    """Call ``before`` and then each run: by its name, what it returns or the text of its error."""
+    results: Results = {}
+    for name, run in runs.items():
+        before()
+        try:
+            results[name] = run()
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return results
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """Run ``action`` in a forked child; returns its error or its result as text, or the signal that ended the child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # a child that hangs ends by a signal
+        try:
+            told = f"returned {action()}"
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writer, told.encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        told = file.read()
+    _, status = os.waitpid(child, 0)
+    return told if os.WIFEXITED(status) else f"signal {os.WTERMSIG(status)}"

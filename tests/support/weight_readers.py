@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import os
 import pickle
 import re
 from collections.abc import Callable
@@ -130,25 +129,6 @@ def read_all(model: nn.Module, optimizer: Any) -> tuple[list[Tensor], int]:
     if refused:
         optimizer.synchronize()
     return [found[index] if index in found else param.detach().clone() for index, param in enumerate(params)], refused
-
-
-def in_child(read: Callable[[Parameter], Any], weight: Parameter) -> str:
-    """What ``read`` raises in a forked process; the signal that ends it, if one does."""
-    receiving, sending = os.pipe()
-    if (child := os.fork()) == 0:
-        text = "nothing"
-        try:
-            read(weight)
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        finally:
-            os.write(sending, text.encode())
-            os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving) as file:
-        text = file.read()
-    _, status = os.waitpid(child, 0)
-    return text if status == 0 else f"signal {status}"
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

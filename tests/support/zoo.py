@@ -227,83 +227,71 @@ class HuggingFace(nn.Module):
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return HuggingFace(
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=WIDTH,
-                intermediate_size=2 * WIDTH,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=CONTEXT,
-                attn_implementation="sdpa",
-            )
-        )
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        attn_implementation="sdpa",
     )
+    return HuggingFace(LlamaForCausalLM(config))
 
 
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return HuggingFace(
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=VOCABULARY,
-                n_positions=CONTEXT,
-                n_embd=WIDTH,
-                n_layer=2,
-                n_head=2,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-                attn_implementation="sdpa",
-            )
-        )
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=CONTEXT,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="sdpa",
     )
+    return HuggingFace(GPT2LMHeadModel(config))
 
 
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return HuggingFace(
-        MixtralForCausalLM(
-            MixtralConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=WIDTH,
-                intermediate_size=WIDTH,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                num_local_experts=4,
-                num_experts_per_tok=2,
-                max_position_embeddings=CONTEXT,
-                attn_implementation="sdpa",
-            )
-        )
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=CONTEXT,
+        attn_implementation="sdpa",
     )
+    return HuggingFace(MixtralForCausalLM(config))
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return HuggingFace(
-        BertForMaskedLM(
-            BertConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=WIDTH,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=2 * WIDTH,
-                max_position_embeddings=CONTEXT,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-                attn_implementation="sdpa",
-            )
-        )
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=2 * WIDTH,
+        max_position_embeddings=CONTEXT,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="sdpa",
     )
+    return HuggingFace(BertForMaskedLM(config))
 
 
 WHOLE = slice(None)
