@@ -249,9 +249,6 @@ MEMORY_MUTANTS = {
     "memory given back before it is copied": without(
         MEMORY + "offload", "copy.wait()", Case("windows", habit="offload all", delays="D2H late")
     ),
-    "ring given back under a copy": without(
-        MEMORY + "settle", "self._device.synchronize()", Case("exact", habit="offload all", delays="D2H late")
-    ),
     "values used before they are back": without(
         MEMORY + "bring_back", "copy.wait_on_device()",
         Case("windows", habit="offload all", delays="H2D late", steps=4),
