@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -218,7 +219,7 @@ def test_graphs_of_another_backend(called: str, before: bool) -> None:
 def frames(model: nn.Module, compile_: Callable[[nn.Module, Any], Any], *, hooks: bool) -> list[int]:
     """Return the numbers of graphs after training, evaluation, and training again."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    counter = CompileCounterWithBackend("eager")
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
     if hooks:
         torch.compile(model, **EAGER_BACKEND)(batch(0)).sum().backward()
