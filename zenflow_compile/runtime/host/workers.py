@@ -119,9 +119,9 @@ class Job:
         self._error: BaseException | None = None
         self.recorded = False
         # Those behind come first: a job whose input has failed ends no earlier than they do.
-        gates = [job.gate(_SETTLED, 1, native.COUNTER) for job in self._behind]
+        gates = [job._gate(_SETTLED, 1, native.COUNTER) for job in self._behind]
         gates += [input.gate() for input in inputs]
-        gates += [job.gate(_STATE, native.DONE, native.STATE) for job in after]
+        gates += [job._gate(_STATE, native.DONE, native.STATE) for job in after]
         gates += [copy.settled_gate() for copy in self._read_by]  # last: ``error`` counts the gates before them
         bounds = work.bounds
         tasks = len(bounds) - 1
@@ -150,7 +150,7 @@ class Job:
         job.memory.settled, job.memory.state = 1, native.DONE
         return job
 
-    def gate(self, offset: int, value: int, kind: int) -> Gate:
+    def _gate(self, offset: int, value: int, kind: int) -> Gate:
         return Gate(ctypes.addressof(self.memory) + offset, value, kind, self.memory)
 
     @property
