@@ -58,7 +58,7 @@ class Window:
         self.state = [torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)]
         self.gradients = [torch.randn(numel, generator=generator).to(dtype) for _ in range(slots)]
         self.out = torch.zeros(numel, dtype=dtype)
-        self._coefficients = [StepCoefficients(1e-4, 0.9, 0.999, 0.01, 0.5)] * slots
+        self._coefficients = [StepCoefficients.known(1e-4, 0.9, 0.999, 0.01, 0.5)] * slots
 
     def form(self, name: str) -> StateForm:
         """How the kernel of that name stores state."""

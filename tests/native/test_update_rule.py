@@ -28,7 +28,7 @@ EPS = 1e-8
 
 def coefficients(count: int) -> list[StepCoefficients]:
     return [
-        StepCoefficients(1e-2 / (1 + i), 0.9 - 0.05 * i, 0.99, 0.1, grad_scale=(1.0, 0.3, -2.0)[i % 3])
+        StepCoefficients.known(1e-2 / (1 + i), 0.9 - 0.05 * i, 0.99, 0.1, grad_scale=(1.0, 0.3, -2.0)[i % 3])
         for i in range(count)
     ]
 
@@ -38,7 +38,7 @@ def formula(update: WindowUpdate) -> list[Tensor]:
     (master, m, v), given = update.state, update.coefficients
     for gradient, own in zip(update.gradients, given, strict=True):
         whole = expanded(gradient, slice(0, m.numel())) if gradient.dtype == torch.int8 else gradient.float()
-        g = whole * own.grad_scale
+        g = whole * own.grad_scale.value
         m = own.beta1 * m + (1.0 - own.beta1) * g
         v = own.beta2 * v + (1.0 - own.beta2) * g * g
     window = window_coefficients(given, update.step)

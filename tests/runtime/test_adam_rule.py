@@ -30,7 +30,7 @@ def literal_rule_p(
     """Rule P for one weight, in Python floats: sums, products and powers written out."""
     decay, rate = 1.0, 0.0
     for gradient, own in zip(grads, coefficients, strict=True):
-        g = gradient * own.grad_scale
+        g = gradient * own.grad_scale.value
         m = own.beta1 * m + (1 - own.beta1) * g
         v = own.beta2 * v + (1 - own.beta2) * g * g
         decay *= 1 - own.lr * own.weight_decay
@@ -52,7 +52,7 @@ def test_one_gradient_is_adamw(make: Make, dtype: torch.dtype, tolerance: float)
         parameter.grad = gradient.clone()
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        own = StepCoefficients(lr, 0.8, 0.95, 0.1, 1.0)
+        own = StepCoefficients.known(lr, 0.8, 0.95, 0.1)
         rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [own], step=step, eps=1e-6)
     torch.testing.assert_close(weight, parameter.detach(), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(exp_avg, optimizer.state[parameter]["exp_avg"], rtol=tolerance, atol=tolerance)
@@ -66,7 +66,7 @@ def test_windows_equal_the_literal_rule(make: Make, per_window: int) -> None:
     step = 0
     for window in range(3):
         coefficients = [
-            StepCoefficients(lr=1e-2 / (1 + i), beta1=0.9 - 0.02 * i, beta2=0.99, weight_decay=0.1 * i, grad_scale=0.5)
+            StepCoefficients.known(1e-2 / (1 + i), 0.9 - 0.02 * i, 0.99, 0.1 * i, grad_scale=0.5)
             for i in range(per_window - window % 2 if per_window > 1 else 1)
         ]
         gradients = [make(size, dtype=torch.float64) for _ in coefficients]
@@ -86,7 +86,7 @@ def test_half_precision_gradients_are_widened_first(make: Make, dtype: torch.dty
     gradient = make(64, dtype=dtype)
     untouched = gradient.clone()
     out = torch.empty(64, dtype=dtype)
-    own = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1 / 3)
+    own = StepCoefficients.known(1e-2, 0.9, 0.999, 0.01, 1 / 3)
     rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [own], step=1, eps=1e-8, out=out)
     torch.testing.assert_close(exp_avg, (gradient.float() * (1 / 3)) * 0.1, rtol=1e-6, atol=0)
     assert torch.equal(out, weight.to(dtype))
@@ -96,7 +96,7 @@ def test_half_precision_gradients_are_widened_first(make: Make, dtype: torch.dty
 def test_scaling_leaves_the_gradient_unchanged(make: Make) -> None:
     gradient = make(8)
     untouched = gradient.clone()
-    own = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 0.25)
+    own = StepCoefficients.known(1e-2, 0.9, 0.999, 0.01, 0.25)
     rule_p_(make(8), torch.zeros(8), torch.zeros(8), [gradient], [own], step=1, eps=1e-8)
     assert torch.equal(gradient, untouched)
 
@@ -113,14 +113,14 @@ def test_window_of_missing_gradients_writes_out_only(make: Make) -> None:
 def test_rate_of_zero_moves_moments_only(make: Make) -> None:
     weight, exp_avg, exp_avg_sq = make(8), torch.zeros(8), torch.zeros(8)
     before = weight.clone()
-    coefficients = [StepCoefficients(0.0, 0.9, 0.999, 0.1, 1.0)] * 2
+    coefficients = [StepCoefficients.known(0.0, 0.9, 0.999, 0.1)] * 2
     rule_p_(weight, exp_avg, exp_avg_sq, [make(8), make(8)], coefficients, step=2, eps=1e-8)
     assert torch.equal(weight, before)
     assert exp_avg.abs().min() > 0
 
 
 def test_bad_windows_raise_and_write_nothing(make: Make) -> None:
-    own = StepCoefficients(1e-2, 0.9, 0.999, 0.01, 1.0)
+    own = StepCoefficients.known(1e-2, 0.9, 0.999, 0.01)
     state = make(8), make(8), make(8).abs()
     before = [tensor.clone() for tensor in state]
     with pytest.raises(ValueError, match="1 gradients for 2 coefficients"):

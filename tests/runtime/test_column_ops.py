@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (7, 130), (200, 65), (3, 1500)]
 FRACTIONS = [0.0, 0.1, 0.7, 1.0]
-COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
+COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
 
 
 def selection_of(slices: int, fraction: float) -> Selection:

@@ -27,7 +27,7 @@ def plan_of(dtype: torch.dtype) -> ParamPlan:
 
 
 def coefficients(grad_scale: float = 1.0) -> StepCoefficients:
-    return StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=grad_scale)
+    return StepCoefficients.known(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=grad_scale)
 
 
 def block_of(plan: ParamPlan) -> Tensor:

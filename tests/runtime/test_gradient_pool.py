@@ -30,7 +30,7 @@ from zenflow_compile.runtime.recorder import Recorder
 pytestmark = pytest.mark.timeout(60)
 
 WORKERS = Workers(1, Recorder())
-COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=1.0)
+COEFFICIENTS = StepCoefficients.known(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1)
 
 
 def plans(*, in_place: bool) -> list[ParamPlan]:

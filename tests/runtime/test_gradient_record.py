@@ -427,7 +427,7 @@ def test_factors_are_final_without_a_host_read(reads: HostReads) -> None:
     assert scales[0] is unscales[0] is unscales[3]
     assert [float(scale) for scale in scales] == [0.25, 0.125, 0.125, 0.25, 1.0]
     assert [float(unscale) for unscale in unscales] == [0.25] * 4 + [1.0]
-    assert scales[4] == 1.0
+    assert scales[4].value == 1.0
 
 
 # Deferred factors in an engine

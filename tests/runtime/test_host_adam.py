@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 MAX_GRADIENTS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COEFFICIENTS = tuple(
-    StepCoefficients(lr=1e-2 / (1 + i), beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
+    StepCoefficients.known(lr=1e-2 / (1 + i), beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
     for i, scale in enumerate((1.0, 0.5, 1.0, 3.0))
 )
 
@@ -107,7 +107,7 @@ def test_long_odd_length_equals_the_rule() -> None:
 def test_betas_may_change_within_a_window() -> None:
     adam = HostAdam(torch.float32, torch.float32, MAX_GRADIENTS)
     coefficients = tuple(
-        each._replace(beta1=beta1, grad_scale=1.0)
+        StepCoefficients.known(each.lr, beta1, each.beta2, each.weight_decay)
         for each, beta1 in zip(COEFFICIENTS, (0.9, 0.9, 0.5, 0.0), strict=True)
     )
     state = State.random(1000, torch.float32)

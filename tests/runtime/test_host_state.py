@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.device.late_number import LateNumber
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import HostAdam, scales_and_values
@@ -37,7 +37,7 @@ PLAN = ParamPlan(
     interval=3,
 )
 STALE = replace(PLAN, interval=1, staleness=1)
-COEFFICIENTS = StepCoefficients(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1, grad_scale=1.0)
+COEFFICIENTS = StepCoefficients.known(lr=0.01, beta1=0.9, beta2=0.999, weight_decay=0.1)
 
 
 WORKERS = Workers(2, Recorder())
@@ -292,8 +292,8 @@ def test_clear_waits_for_running_jobs() -> None:
 def test_job_waits_for_the_factors_of_its_gradients() -> None:
     """A worker that took the job earlier would block in its middle, before a job that could run."""
     host, factor = host_of(), ThreadTicket()
-    scale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [factor], [torch.tensor(0.5, dtype=torch.float64)])
-    for number in (1.0, scale, scale):
+    scale = Number(torch.tensor(0.5, dtype=torch.float64), [factor], [torch.tensor(0.5, dtype=torch.float64)])
+    for number in (Number.known(1.0), scale, scale):
         index, buffer = host.free_buffer(next_step(host))
         buffer.fill_(1.0)
         host.open.append(GradientBuffer(index, COEFFICIENTS._replace(grad_scale=number), copied()))

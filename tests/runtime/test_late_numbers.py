@@ -18,7 +18,7 @@ from tests.support.late_device import LateDevice, served
 from tests.support.training import ENTRIES, ENTRY_IDS, Training
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device.late_number import LateNumber, Number
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.gradients.factors import Factors, multiply_
 from zenflow_compile.runtime.gradients.pending_gradient import Scales, WindowSum
@@ -38,9 +38,9 @@ def same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def late(value: float, ticket: ThreadTicket | None = None) -> LateNumber:
+def late(value: float, ticket: ThreadTicket | None = None) -> Number:
     number = torch.tensor(value, dtype=torch.float64)
-    return LateNumber(number, [ticket or ThreadTicket.ended()], [number.clone()])
+    return Number(number, [ticket or ThreadTicket.ended()], [number.clone()])
 
 
 # Whole runs.
@@ -195,7 +195,7 @@ def test_rate_on_the_device_is_read_once_per_step() -> None:
 # Numbers.
 
 
-def test_number_waits_for_its_copy_once() -> None:
+def test_number_waits_for_its_copy() -> None:
     ticket, reads = ThreadTicket(), []
 
     class Cell:
@@ -203,10 +203,10 @@ def test_number_waits_for_its_copy_once() -> None:
             reads.append(ticket.is_set)
             return 2.0
 
-    number = LateNumber(torch.tensor(2.0), [ticket], [Cell()])
+    number = Number(torch.tensor(2.0), [ticket], [Cell()])
     negative = -number
     threading.Timer(0.05, ticket.set).start()
-    assert (float(negative), float(number), float(number)) == (-2.0, 2.0, 2.0)
+    assert (float(negative), float(number)) == (-2.0, 2.0)
     assert reads == [True, True]
     assert negative.on_device.item() == -2.0
     assert number != late(2.0)
@@ -263,8 +263,8 @@ def test_window_sums_have_the_bits_of_floats(scales: str, mixed: bool) -> None:
         return total, out, [float(each.grad_scale) for each in window.take_mean(out)]
 
     numbers = SCALES[scales]
-    total, out, returned = mean(list(numbers))
-    some: list[Number] = [each if mixed and not place else late(each) for place, each in enumerate(numbers)]
+    total, out, returned = mean(list(map(Number.known, numbers)))
+    some: list[Number] = [(Number.known if mixed and not place else late)(each) for place, each in enumerate(numbers)]
     actual = mean(some)
     same(actual[:2], (total, out))
     assert actual[2] == returned
@@ -274,7 +274,7 @@ def test_window_sum_has_the_bits_of_a_scaled_addition() -> None:
     gradients = [torch.randn(64, 33) for _ in range(2)]
     window = WindowSum(torch.empty(64, 33), Scales())
     for gradient, scale in zip(gradients, (1.0, 0.7), strict=True):
-        window.add(gradient, StepCoefficients(0.1, 0.9, 0.99, 0.0, scale))
+        window.add(gradient, StepCoefficients.known(0.1, 0.9, 0.99, 0.0, scale))
     same([window.total], [gradients[0].add(gradients[1], alpha=0.7)])
 
 
@@ -287,14 +287,14 @@ def test_quotients_are_rounded_as_pythons() -> None:
         number = middle * by  # exact
         expected = torch.tensor(number / by / 3, dtype=torch.float64).float()
         assert scales.quotient(late(number), late(by), 1) == torch.tensor(number / by, dtype=torch.float64).float()
-        assert scales.quotient(number, late(by), 3) == expected
+        assert scales.quotient(Number.known(number), late(by), 3) == expected
 
 
 def test_parameters_share_numbers_of_window_sums() -> None:
-    scales, coefficients = Scales(), [StepCoefficients(0.1, 0.9, 0.99, 0.0, late(each)) for each in (0.5, 0.25)]
-    one, other = (scales.largest(list(coefficients)) for _ in range(2))
+    scales, numbers = Scales(), [late(each) for each in (0.5, 0.25)]
+    one, other = (scales.largest(*numbers) for _ in range(2))
     assert one is other
-    assert scales.quotient(one, 0.5, 2) is scales.quotient(other, 0.5, 2)
+    assert scales.quotient(one, Number.known(0.5), 2) is scales.quotient(other, Number.known(0.5), 2)
 
 
 PLAN = ParamPlan(
@@ -304,7 +304,7 @@ PLAN = ParamPlan(
 
 
 @pytest.mark.parametrize("numbers", [(0.3, 0.3), (0.3, 1e-5), (1.0, 0.7)])
-@pytest.mark.parametrize("kinds", [(late, late), (late, float)])
+@pytest.mark.parametrize("kinds", [(late, late), (late, Number.known)])
 def test_late_unscale_feeds_equal_scores(numbers: tuple[float, float], kinds: tuple[Any, Any]) -> None:
     norms = [torch.rand(40) for _ in numbers]
 
@@ -315,8 +315,9 @@ def test_late_unscale_feeds_equal_scores(numbers: tuple[float, float], kinds: tu
         feed_scores(states, unscale)
         return [state.score for state in states]
 
-    shared = [kinds[0](numbers[0])] * 2 if numbers[0] == numbers[1] and kinds[1] is late else None
-    same(scores(shared or [kind(each) for kind, each in zip(kinds, numbers, strict=True)]), scores(numbers))
+    some = [kind(each) for kind, each in zip(kinds, numbers, strict=True)]
+    shared = numbers[0] == numbers[1] and kinds[1] is late
+    same(scores(some[:1] * 2 if shared else some), scores([*map(Number.known, numbers)]))
 
 
 # The bound on the host's run-ahead.

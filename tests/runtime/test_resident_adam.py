@@ -20,7 +20,7 @@ DEVICES = [
     ),
 ]
 SHAPES = [(33, 17), (64,), (3, 2, 5, 5), ()]
-COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, grad_scale=1.0)
+COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1)
 EPS = 1e-6
 
 
@@ -85,7 +85,7 @@ def test_scaled_gradients_are_not_written() -> None:
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
     before = [grad.clone() for grad in grads]
-    ResidentAdam().update(params, grads, COEFFICIENTS._replace(grad_scale=0.3), eps=EPS)
+    ResidentAdam().update(params, grads, StepCoefficients.known(*COEFFICIENTS[:4], 0.3), eps=EPS)
     ResidentAdam().update(twins, [grad * 0.3 for grad in grads], COEFFICIENTS, eps=EPS)
     assert all(torch.equal(grad, kept) for grad, kept in zip(grads, before, strict=True))
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
@@ -95,7 +95,7 @@ def test_mixed_dtypes_and_batches_change_no_result(monkeypatch: pytest.MonkeyPat
     params = parameters(torch.float32) + parameters(torch.bfloat16) + parameters(torch.float64)
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
-    coefficients = COEFFICIENTS._replace(grad_scale=0.5)
+    coefficients = StepCoefficients.known(*COEFFICIENTS[:4], 0.5)
     ResidentAdam().update(params, grads, coefficients, eps=EPS)
     monkeypatch.setattr(resident_adam, "_SCRATCH_ELEMENTS", 100)
     ResidentAdam().update(twins, grads, coefficients, eps=EPS)

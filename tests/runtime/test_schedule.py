@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zenflow_compile.options.options import AUTO_SELECT_INTERVAL, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.device.late_number import LateNumber
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.recorder import Recorder
@@ -51,7 +51,7 @@ class Run:
 
     def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:
         """Return whether the window was flushed, and the new selection."""
-        flushed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=unscale)
+        flushed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=Number.known(unscale))
         wanted = self.schedule.selection(self.plan, self.device, step) if flushed else None
         slices = None if wanted is None else wanted.slices
         if wanted is not None and slices is not None:
@@ -287,8 +287,8 @@ def test_late_unscale_is_read_two_steps_later() -> None:
                 reads.append(step)
                 return 0.5
 
-        unscale = LateNumber(torch.tensor(0.5, dtype=torch.float64), [], [Cell()])
-        for each, factor in ((run, unscale), (plain, 0.5)):
+        unscale = Number(torch.tensor(0.5, dtype=torch.float64), [], [Cell()])
+        for each, factor in ((run, unscale), (plain, Number.known(0.5))):
             each.device.norms.copy_(norms_at(step))
             each.schedule.begin_step(step)
             flushed = each.schedule.flushes(LONGEST, each.device, step, present=True, unscale=factor)

@@ -23,7 +23,7 @@ FORMS = [
     for split, moments, length in product((False, True), ("fp32", "bf16", "fp8"), LENGTHS)
 ]
 ROUNDED = [form for form in FORMS if form.moments != "fp32"]
-COEFFICIENTS = [StepCoefficients(1e-3, 0.9, 0.999, 0.1, scale) for scale in (1.0, 0.5)]
+COEFFICIENTS = [StepCoefficients.known(1e-3, 0.9, 0.999, 0.1, scale) for scale in (1.0, 0.5)]
 
 
 def rows_of(form: StateForm) -> StateRows:

@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.state_forms import StateForm
@@ -38,11 +38,11 @@ dims = pytest.mark.parametrize("dim", [0, 1])
 shapes = pytest.mark.parametrize("shape", [(1, 1), (70, 130), (5, 600), (600, 3)])
 scale_places = pytest.mark.parametrize("scale_on_device", [False, True], ids=["number", "on device"])
 fractions = pytest.mark.parametrize("fraction", [0.0, 0.1, 1.0])
-COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
+COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
 
 
-def grad_scale_of(value: float, on_device: bool, device: str) -> Any:
-    return torch.tensor(value, dtype=torch.float64, device=device) if on_device else value
+def grad_scale_of(value: float, on_device: bool, device: str) -> Number:
+    return Number(torch.tensor(value, dtype=torch.float64, device=device)) if on_device else Number.known(value)
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +177,7 @@ def test_adam_columns(
     for step in (1, 2):
         gradient, _ = blocks_like(matrix, dim, selection)
         gradient.normal_()
-        rule_p_(*expected, [gradient], [COEFFICIENTS._replace(grad_scale=0.3)], step=step, eps=1e-8)
+        rule_p_(*expected, [gradient], [COEFFICIENTS._replace(grad_scale=Number.known(0.3))], step=step, eps=1e-8)
         triton_kernels.adam_columns_(SliceState(matrix, dim, selection, gradient, *state, step), coefficients, eps=1e-8)
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-7)
@@ -258,7 +258,7 @@ def test_quantized_slices_have_the_same_bits(
         expected = residual.float().clone(), torch.zeros(shape[0]), torch.zeros(shape, dtype=torch.int8)
         column_ops.reference_quantize_slices_(gradient, expected[0], scale, *expected[1:])
         mine = [tensor.to(device) for tensor in (residual.clone(), *map(torch.zeros_like, expected[1:]))]
-        factor = grad_scale_of(scale, scale_on_device, device)
+        factor = grad_scale_of(scale, scale_on_device, device).for_kernels()
         triton_kernels.quantize_slices_(gradient.to(device), mine[0], factor, *mine[1:])
         for got, bits in zip(mine, (cast(expected[0], residual_dtype), *expected[1:]), strict=True):
             assert_same_bits(got.cpu(), bits)

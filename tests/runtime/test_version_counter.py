@@ -10,7 +10,7 @@ from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions, counters_of
 from zenflow_compile.torch_internals import torch_private
 
-COEFFICIENTS = StepCoefficients(lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
+COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.01)
 
 
 def halves(dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, nn.Parameter]:

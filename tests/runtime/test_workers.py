@@ -407,7 +407,7 @@ def test_denormals_ignore_the_starting_thread() -> None:
     def moments(*, flush: bool) -> torch.Tensor:
         kernel = HostAdam(torch.float32, torch.float32, 1)
         state = [torch.zeros(16), torch.full((16,), 1e-39), torch.zeros(16)]
-        coefficients = [StepCoefficients(0.0, 0.5, 0.5, 0.0, 1.0)]
+        coefficients = [StepCoefficients.known(0.0, 0.5, 0.5, 0.0)]
         update = WindowUpdate(state, torch.zeros(16), [torch.zeros(16)], coefficients, 1, 1e-8)
         addresses = WindowAddresses(kernel.window(update), update)
         pool = Workers(1, Recorder())

@@ -188,7 +188,7 @@ MUTANTS = {
         Case("files", delays="jobs late"),
     ),
     "job before its factor": Mutant(
-        (("device.late_number:LateNumber.__float__", "copy.wait()", "pass"),
+        (("device.number:Number.__float__", "copy.wait()", "pass"),
          (HOST + "flush_window", "inputs += [copy for copy in scale.copies if not copy.done()]", "pass")),
         Case("exact", habit="clip", delays="D2H late"),
     ),

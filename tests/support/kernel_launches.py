@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import triton_kernels
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.host.host_adam import scales_and_values
@@ -81,7 +82,7 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
     selection = Selection.of(torch.arange(0, slices, 10), slices, matrix.device)
     k = len(selection.selected)
     selected, deferred = matrix.new_empty(k, length), matrix.new_empty(slices - k, length)
-    scale: Any = torch.ones((), dtype=torch.float64) if scale_on_device else 0.5
+    scale = Number(torch.ones((), dtype=torch.float64)) if scale_on_device else Number.known(0.5)
     coefficients = StepCoefficients(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
     residual = deferred if dtype == torch.float32 else deferred.bfloat16()
     block = torch.empty(slices - k, length + 4, dtype=torch.int8)
@@ -105,7 +106,7 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
             of_slices = SliceState(matrix, dim, selection, selected, *state, 2, form)
             triton_kernels.adam_columns_(of_slices, coefficients, eps=1e-8)
             found[name] = recorders["_adam_columns_kernel"].only()
-        triton_kernels.quantize_slices_(deferred, residual, scale, *scales_and_values(block))
+        triton_kernels.quantize_slices_(deferred, residual, scale.for_kernels(), *scales_and_values(block))
         found["quantize"] = recorders["_quantize_slices_kernel"].only()
     assert not any(recorder.launches for recorder in recorders.values())
     return found

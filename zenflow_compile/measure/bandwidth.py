@@ -54,7 +54,7 @@ _COLUMNS_PER_SELECTED = 10
 _CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 22, 1 << 26
 _RESIDENT_ROUNDS = 15  # short ones; the first few wait for pages
 _RESIDENT_BYTES = 16  # memory per element: weight, gradient and moments, and an fp32 master or wider weights
-_COEFFICIENTS = StepCoefficients(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01, grad_scale=1.0)
+_COEFFICIENTS = StepCoefficients.known(lr=1e-6, beta1=0.9, beta2=0.999, weight_decay=0.01)
 
 
 @dataclass(frozen=True, slots=True)

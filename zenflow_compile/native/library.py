@@ -70,7 +70,7 @@ class Record(ctypes.Structure):
 
 
 class LateScale(ctypes.Structure):
-    """``LateScale`` of pool.h: a ``LateNumber``."""
+    """``LateScale`` of pool.h: a late ``Number``."""
 
     _fields_ = (
         ("cells", ctypes.POINTER(ctypes.c_void_p)),

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.device.late_number import Number, for_fp32
+from zenflow_compile.runtime.device.number import Number
 
 VECTOR_ELEMENTS = 16
 """fp32 elements of the widest CPU vector. PyTorch's fused AdamW updates the elements after the last whole vector of a
@@ -70,6 +70,11 @@ class StepCoefficients(NamedTuple):
     weight_decay: float
     grad_scale: Number
     """Factor on the stored gradient: clip factor divided by the loss scale, negative under ``maximize``."""
+
+    @classmethod
+    def known(cls, lr: float, beta1: float, beta2: float, weight_decay: float, grad_scale: float = 1.0) -> Self:
+        """With a ``grad_scale`` that the host knows."""
+        return cls(lr, beta1, beta2, weight_decay, Number.known(grad_scale))
 
 
 class WindowCoefficients(NamedTuple):
@@ -144,8 +149,8 @@ def rule_p_(
         window = window_coefficients(coefficients, step)
         for gradient, own in zip(gradients, coefficients, strict=True):
             grad = gradient.to(exp_avg.dtype)
-            if own.grad_scale != 1.0:
-                grad = grad * for_fp32(own.grad_scale)  # not in place: .to() may have returned the caller's tensor
+            if own.grad_scale.value != 1.0:
+                grad = grad * own.grad_scale.for_fp32()  # not in place: .to() may have returned the caller's tensor
             exp_avg.lerp_(grad, 1.0 - own.beta1)
             exp_avg_sq.mul_(own.beta2).addcmul_(grad, grad, value=1.0 - own.beta2)
         master.mul_(window.decay)

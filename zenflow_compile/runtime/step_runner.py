@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.gradients.factors import UNSCALED
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
@@ -209,7 +210,7 @@ class StepRunner(OptimizerRuntime):
         for offloaded, coefficients, eps in members:
             plan, record = offloaded.plan, offloaded.record
             if schedule.adaptive:
-                unscale = 1.0 if record is None else record.final.unscale
+                unscale = (UNSCALED if record is None else record.final).unscale
                 due = schedule.flushes(plan, offloaded.device, step, present=record is not None, unscale=unscale)
             else:
                 due = warming_up or step % plan.interval == plan.phase

@@ -404,7 +404,7 @@ def _load_window(
 ) -> None:
     """Load the first ``count`` gradients [deferred, length] of the update window, or their sum."""
     host, plan, window_sum = offloaded.host, offloaded.plan, _window_sum(offloaded)
-    loaded = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
+    loaded = [StepCoefficients.known(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
     if window_sum is not None:
         window_sum.coefficients = loaded
         if loaded:

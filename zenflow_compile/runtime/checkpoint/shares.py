@@ -21,7 +21,7 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE, in_slices
-from zenflow_compile.runtime.device.late_number import largest_magnitude
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import selection
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -170,7 +170,7 @@ def _flushed(plan: ParamPlan, entry: Mapping[str, Any], eps: float) -> dict[str,
     deferred = torch.nonzero(~entry["mask"].cpu().flatten()).flatten()
     found: dict[str, Any] = {}
     if count := int(entry.get("open", 0)):
-        coefficients = [StepCoefficients(*each) for each in entry["coefficients"].tolist()[:count]]
+        coefficients = [StepCoefficients.known(*each) for each in entry["coefficients"].tolist()[:count]]
         gradients, coefficients = _waiting(plan, entry, deferred, coefficients)
         names = ("master", "exp_avg", "exp_avg_sq")
         state = [in_slices(plan, entry[name].cpu())[deferred] for name in names]  # copies
@@ -200,9 +200,9 @@ def _waiting(
 ) -> tuple[list[Tensor], list[StepCoefficients]]:
     """The gradients [deferred, length] in the update window, oldest first, and the coefficients of each."""
     if plan.summed:
-        scales = [float(each.grad_scale) for each in coefficients]
-        unit, largest = largest_magnitude(scales[:1]), largest_magnitude(scales)
-        mean = in_slices(plan, entry["window_sum"].cpu())[deferred] * (unit / largest / len(scales))
+        scales = [each.grad_scale for each in coefficients]
+        unit, largest = Number.largest(scales[0]), Number.largest(*scales)
+        mean = in_slices(plan, entry["window_sum"].cpu())[deferred] * unit.quotient(largest, len(scales))
         # Rounded as the update window's buffer on the host would round it.
         return [mean.to(plan.dtype)] * len(scales), [each._replace(grad_scale=largest) for each in coefficients]
     gradients = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.device.late_number import LateNumber, Number
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.torch_internals.torch_private import storage_identity
 
 
@@ -31,7 +31,7 @@ class MemoryList:
 
     def numbers(self, numbers: Iterable[Number]) -> None:
         """Add the device's side of numbers that it has computed."""
-        self.content(*(number.on_device for number in numbers if isinstance(number, LateNumber)))
+        self.content(*(number.on_device for number in numbers))
 
     def storages(self) -> Iterator[tuple[torch.UntypedStorage, bool]]:
         """Each storage that has memory, and whether its values count."""

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState, row_major
 from zenflow_compile.torch_internals import torch_private
 
@@ -153,8 +152,8 @@ def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoef
 def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, eps: float) -> None:
     """The masters and moments of :func:`reference_adam_columns_`."""
     grads = [each.gradient.float() for each in batch]
-    if coefficients.grad_scale != 1.0:
-        grads = list(torch._foreach_mul(grads, for_fp32(coefficients.grad_scale)))
+    if coefficients.grad_scale.value != 1.0:
+        grads = list(torch._foreach_mul(grads, coefficients.grad_scale.for_fp32()))
     counts = {
         step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
     }

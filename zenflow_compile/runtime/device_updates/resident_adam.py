@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.device.late_number import for_fp32
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates.column_ops import adam_columns_, bounded_batches, fused_adamw_
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
@@ -193,7 +193,7 @@ def _update_whole(updates: Sequence[Update], coefficients: StepCoefficients, eps
 
     def scratch_elements(update: Update) -> int:
         param, grad, _ = update
-        return param.numel() if coefficients.grad_scale != 1.0 or grad.dtype != _state_dtype(param) else 0
+        return param.numel() if coefficients.grad_scale.value != 1.0 or grad.dtype != _state_dtype(param) else 0
 
     for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
         same_dtype = [update for update in updates if update[0].dtype == dtype]
@@ -205,8 +205,8 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float)
     states = [state for _, _, state in batch]
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
-    if coefficients.grad_scale != 1.0:
-        grads = list(torch._foreach_mul(grads, for_fp32(coefficients.grad_scale)))
+    if coefficients.grad_scale.value != 1.0:
+        grads = list(torch._foreach_mul(grads, coefficients.grad_scale.for_fp32()))
     torch._foreach_add_([state.step for state in states], 1.0)
     fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
     if fused:
@@ -214,7 +214,7 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float)
         fused_adamw_(parts, coefficients, eps)
     for i in sorted(set(range(len(batch))) - set(fused)):
         # The fused kernel runs over memory, not over elements: it cannot update a view with holes or overlaps.
-        state, plain = states[i], coefficients._replace(grad_scale=1.0)
+        state, plain = states[i], coefficients._replace(grad_scale=Number.known(1.0))
         step = int(state.step)
         rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
     cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]

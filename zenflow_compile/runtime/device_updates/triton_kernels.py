@@ -34,7 +34,6 @@ from torch import Tensor
 from zenflow_compile.planning.plan import QUANTIZATION_BLOCK
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.late_number import on_device
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState, row_major
 
 if TYPE_CHECKING:
@@ -472,7 +471,7 @@ def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: flo
         _check(name, tensor, of_tensor, dtype)
     if not state.gradient.numel():
         return
-    window, scale = window_coefficients([coefficients], state.step), on_device(coefficients.grad_scale)
+    window, scale = window_coefficients([coefficients], state.step), coefficients.grad_scale.for_kernels()
     # A state of few rows, such as that of a part of a parameter, has long tiles.
     block_slices = min(_BLOCK_STATE_SLICES, triton.next_power_of_2(slices))
     block_length = _BLOCK_STATE_ELEMENTS // block_slices

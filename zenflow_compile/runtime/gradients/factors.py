@@ -1,7 +1,7 @@
 """Factors on gradients, from clipping, other scaling in place, and loss scaling.
 
 On the CPU a factor is a number. On a device with streams it is f64[] on the device until the optimizer step, and a
-``LateNumber`` from then on: neither clipping nor the step waits for the device.
+late ``Number`` from then on: neither clipping nor the step waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
-from zenflow_compile.runtime.device.late_number import LateNumber, Number
+from zenflow_compile.runtime.device.number import Number
 
 Factor = float | Tensor
 """A factor on a gradient: a number, or f64[] on a device."""
@@ -24,8 +24,8 @@ Factor = float | Tensor
 class FinalFactors(NamedTuple):
     """The factors that an optimizer step uses: all of them, and the one from loss scaling."""
 
-    grad_scale: Number = 1.0
-    unscale: Number = 1.0
+    grad_scale: Number = Number.known(1.0)
+    unscale: Number = Number.known(1.0)
 
 
 UNSCALED = FinalFactors()
@@ -97,10 +97,13 @@ class Factors:
         numbers = dict(zip(found, self._late(list(found.values()), to_host, device, step), strict=True))
         for record, product in scaled:
             record.final = FinalFactors(
-                *(numbers[_key(each)] if isinstance(each, Tensor) else each for each in (product, record.unscale))
+                *(
+                    numbers[_key(each)] if isinstance(each, Tensor) else Number.known(each)
+                    for each in (product, record.unscale)
+                )
             )
 
-    def _late(self, tensors: Sequence[Tensor], to_host: CopyLane, device: Device, step: int) -> list[LateNumber]:
+    def _late(self, tensors: Sequence[Tensor], to_host: CopyLane, device: Device, step: int) -> list[Number]:
         # A row for each: 16 bytes apart, as Triton compiles kernels for aligned pointers apart from others.
         packed = torch.stack(list(tensors)).unsqueeze(1).repeat(1, 2)
         host = device.host_zeros(packed.shape, torch.float64)
@@ -112,7 +115,7 @@ class Factors:
         # A ticket keeps both tensors of its copy alive. The numbers may be dropped before the copy is over.
         self._copies = [each for each in self._copies if not each.done()] + [copy]
         cells = zip(packed[:, 0].unbind(), host[:, 0].unbind(), strict=True)
-        return [LateNumber(on_device, (copy,), (cell,)) for on_device, cell in cells]
+        return [Number(on_device, (copy,), (cell,)) for on_device, cell in cells]
 
 
 def product_of(one: Factor, other: Factor) -> Factor:

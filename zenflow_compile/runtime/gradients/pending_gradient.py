@@ -12,7 +12,6 @@ bf16, and 1.7e-3 (1.7e-3) if they are summed in fp32 and rounded one time, which
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,8 +24,8 @@ from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.device import Stream
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.late_number import LateNumber, Number, largest_magnitude, on_device
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 
@@ -144,35 +143,15 @@ class PendingGradient:
 
 
 class Scales:
-    """Arithmetic with the scales of gradients, in fp64 on the host and on the device.
-
-    Parameters share scales, so a step computes few late numbers: they are cached, since a number on the device costs
-    some launches.
-    """
+    """Arithmetic with the scales of gradients, cached: parameters share scales, and late ones cost some launches."""
 
     def __init__(self) -> None:
-        self._largest_late = lru_cache(maxsize=64)(_largest_late)
-        self._late_quotient = lru_cache(maxsize=64)(_late_quotient)
+        self.largest = lru_cache(maxsize=64)(Number.largest)
+        self.quotient = lru_cache(maxsize=64)(Number.quotient)
 
     def forget(self) -> None:
-        self._largest_late.cache_clear()
-        self._late_quotient.cache_clear()
-
-    def largest(self, coefficients: Sequence[StepCoefficients]) -> Number:
-        """Return the largest magnitude of the scales that can be divided by; 1 if there is none.
-
-        Clipping by an infinite norm makes a scale 0, by a NaN norm NaN. ``maximize`` makes scales negative.
-        """
-        scales = tuple(each.grad_scale for each in coefficients)
-        if any(isinstance(scale, LateNumber) for scale in scales):
-            return self._largest_late(scales)
-        return largest_magnitude([float(scale) for scale in scales])
-
-    def quotient(self, number: Number, by: Number, count: int = 1) -> float | Tensor:
-        """Return ``number / by / count`` for operators on fp32 tensors: a float, or f32[] on the device."""
-        if isinstance(number, float) and isinstance(by, float):
-            return number / by / count
-        return self._late_quotient(number, by, count)
+        self.largest.cache_clear()
+        self.quotient.cache_clear()
 
 
 @dataclass(slots=True)
@@ -196,7 +175,7 @@ class WindowSum:
     @property
     def unit(self) -> Number:
         """Scale of the update window's first gradient: while it stays the same, raw gradients are summed unscaled."""
-        return self.scales.largest(self.coefficients[:1])
+        return self.scales.largest(self.coefficients[0].grad_scale)
 
     def list_memory(self, found: MemoryList) -> None:
         (found.content if self.coefficients else found.scratch)(self.total)
@@ -227,39 +206,10 @@ class WindowSum:
         The mean is divided by the window's largest scale, so that it overflows no more than the raw gradients did. The
         returned coefficients of the window's gradients apply to the mean and have that scale.
         """
-        scale = self.scales.largest(self.coefficients)
+        scale = self.scales.largest(*(each.grad_scale for each in self.coefficients))
         torch.mul(self.total, self.scales.quotient(self.unit, scale, len(self.coefficients)), out=out)
         coefficients, self.coefficients = [each._replace(grad_scale=scale) for each in self.coefficients], []
         return coefficients
-
-
-def _largest_late(scales: tuple[Number, ...]) -> LateNumber:
-    late = [scale for scale in scales if isinstance(scale, LateNumber)]
-    like = late[0].on_device
-    magnitudes = torch.stack([_on(each, like) for each in scales]).abs_()
-    usable = torch.where((magnitudes > 0.0) & (magnitudes < math.inf), magnitudes, 0.0).amax()
-    copies = list(dict.fromkeys(copy for each in late for copy in each.copies))
-    cells = [_cell(scale) for scale in scales]
-    return LateNumber(torch.where(usable > 0.0, usable, 1.0), copies, cells, factor=0.0)
-
-
-def _cell(scale: Number) -> Tensor:
-    """The number in host memory, up to its sign."""
-    if not isinstance(scale, LateNumber):
-        return torch.tensor(scale, dtype=torch.float64, device="cpu")
-    assert abs(scale.factor) == 1.0
-    return scale.cells[0]
-
-
-def _late_quotient(number: Number, by: Number, count: int) -> Tensor:
-    like = next(each.on_device for each in (number, by) if isinstance(each, LateNumber))
-    # Tensors only: with a float on either side, PyTorch may multiply by a reciprocal, which rounds two times.
-    dividend, divisor, last = (_on(each, like) for each in (number, by, float(count)))
-    return (dividend / divisor / last).float()
-
-
-def _on(number: Number, like: Tensor) -> Tensor:
-    return number.on_device if isinstance(number, LateNumber) else torch.full_like(like, number)
 
 
 @dataclass(slots=True)
@@ -284,8 +234,8 @@ class Residual:
         Returns the coefficients for the written gradient, which is scaled already.
         """
         scales, values = scales_and_values(block)
-        column_ops.quantize_slices_(gradient, self.lost, on_device(coefficients.grad_scale), scales, values)
-        return coefficients._replace(grad_scale=1.0)
+        column_ops.quantize_slices_(gradient, self.lost, coefficients.grad_scale.for_kernels(), scales, values)
+        return coefficients._replace(grad_scale=Number.known(1.0))
 
     def drop(self, changed: Tensor) -> None:
         """Clear the residual of rows at ``changed``, bool[deferred] on the device, that now hold other slices."""

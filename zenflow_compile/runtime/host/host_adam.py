@@ -19,7 +19,6 @@ from zenflow_compile.native.library import DTYPES, LateScale, Step, UpdateWindow
 from zenflow_compile.native.storage_reads import storage_reads
 from zenflow_compile.planning.plan import FP32_BYTES
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_, window_coefficients
-from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private
 
@@ -71,7 +70,7 @@ def check_native_code() -> None:
     # The host is named, and modes of the caller are left: the first optimizer may be made in any context.
     with torch_private.outside_of_transforms(), torch_private.one_intra_op_thread():
         start = torch.linspace(-1.0, 1.0, _TESTED_ELEMENTS, dtype=torch.float32, device="cpu")
-        coefficients = [StepCoefficients(1e-2, 0.9, 0.99, 0.1, scale) for scale in (0.5, 2.0)]
+        coefficients = [StepCoefficients.known(1e-2, 0.9, 0.99, 0.1, scale) for scale in (0.5, 2.0)]
         made, expected = ([start.clone(), start * 0.1, start.square()] for _ in range(2))
         out, gradients = start.bfloat16(), [start.sin().bfloat16(), start.cos().bfloat16()]
         kernel(WindowUpdate(made, out, gradients, coefficients, 2, 1e-8), slice(0, _TESTED_ELEMENTS))
@@ -161,11 +160,11 @@ def put_numbers(
     steps = (Step * len(coefficients))()
     for number, (own, to) in enumerate(zip(coefficients, steps, strict=True)):
         to.beta1, to.beta1_rest, to.beta2, to.beta2_rest = own.beta1, 1.0 - own.beta1, own.beta2, 1.0 - own.beta2
-        if isinstance(scale := own.grad_scale, LateNumber):
+        scale = own.grad_scale
+        to.grad_scale = scale.value
+        if scale.cells:
             cells = (ctypes.c_void_p * len(scale.cells))(*(cell.data_ptr() for cell in scale.cells))
             late.append(LateScale(cells, len(cells), number, scale.factor))
-        else:
-            to.grad_scale = scale
     window.steps, window.eps, window.random = steps, eps, step
     whole = window_coefficients(coefficients, step)
     window.decay, window.step_size = whole.decay, whole.step_size

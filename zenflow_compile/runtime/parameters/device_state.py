@@ -10,8 +10,8 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.late_number import LateNumber, Number
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import (
     Selection,
@@ -122,21 +122,15 @@ class DeviceState:
 def feed_scores(states: Sequence[DeviceState], unscale: Sequence[Number]) -> None:
     """Add the norms of the gradients of an optimizer step to the scores. ``unscale``: one over each loss scale."""
     scores, norms = [state.score for state in states], [state.norms for state in states]
-    numbers = [factor for factor in unscale if isinstance(factor, float)]
-    if len(numbers) < len(norms):
-        squares = {each: _square(each, norms[0].device) for each in dict.fromkeys(unscale)}
+    different = dict.fromkeys(unscale)
+    if any(factor.on_device is not None for factor in different):
+        wide = {factor: factor.on(norms[0].device) for factor in different}
+        squares = {factor: (each * each).float() for factor, each in wide.items()}
         each_by = [squares[factor] for factor in unscale]
         norms = list(torch._foreach_mul(norms, each_by[0] if len(squares) == 1 else each_by))
-    elif any(factor != 1.0 for factor in numbers):
-        norms = list(torch._foreach_mul(norms, [factor * factor for factor in numbers]))
+    elif any(factor.value != 1.0 for factor in different):
+        norms = list(torch._foreach_mul(norms, [factor.value * factor.value for factor in unscale]))
     torch._foreach_lerp_(scores, norms, 1.0 - SCORE_DECAY)
-
-
-def _square(number: Number, device: torch.device) -> Tensor:
-    """f32[] on the device, computed in fp64 and rounded one time."""
-    if isinstance(number, LateNumber):
-        return (number.on_device * number.on_device).float()
-    return torch.full((), number * number, dtype=torch.float32, device=device)  # a copy from the host would wait
 
 
 def count_leaving(states: Sequence[DeviceState], selections: Sequence[Selection], margin: float) -> list[Tensor]:

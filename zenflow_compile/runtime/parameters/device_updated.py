@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
@@ -30,7 +31,7 @@ class DeviceUpdated:
     _streamed: StreamedAdam
     _weights: HostWeights
     _group_numbers: Sequence[int]
-    _coefficients_of: Callable[[int, float], tuple[StepCoefficients, float]]
+    _coefficients_of: Callable[[int, Number], tuple[StepCoefficients, float]]
     resident: ResidentAdam = field(default_factory=ResidentAdam)
     _params: dict[int, Parameter] = field(default_factory=dict)
 
@@ -91,7 +92,7 @@ class DeviceUpdated:
                     self.resident.update(params, grads, coefficients, eps=eps)
 
     def _coefficients(self, index: int) -> tuple[StepCoefficients, float]:
-        return self._coefficients_of(index, 1.0)
+        return self._coefficients_of(index, Number.known(1.0))
 
     def state(self, index: int) -> ResidentState | None:
         """The state of parameter ``index``, wherever it is; None before its first gradient."""

@@ -16,7 +16,6 @@ from zenflow_compile.native.library import UPDATE, HostJob, LateScale, Record, U
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket, Users
-from zenflow_compile.runtime.device.late_number import LateNumber
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
@@ -302,8 +301,8 @@ class HostState:
         upload = self.next_upload() if place is None else InMemory(self.gradients[place])
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
-            if isinstance(scale, LateNumber):  # a worker must not wait for it in the middle of a job
-                inputs += [copy for copy in scale.copies if not copy.done()]
+            # Of a late number, for which a worker must not wait in the middle of a job.
+            inputs += [copy for copy in scale.copies if not copy.done()]
         if self.applied is not None and not self.applied.done():
             # That copy may still read the upload buffer, which the job writes.
             inputs.append(self.applied)

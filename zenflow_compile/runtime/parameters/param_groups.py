@@ -11,7 +11,7 @@ from zenflow_compile.checks.validate import check_flag, check_number
 from zenflow_compile.options.options import OPTION_NAMES
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.late_number import Number
+from zenflow_compile.runtime.device.number import Number
 
 LARGEST_NUMBER = 1e30
 """Largest lr, eps, weight_decay, and product of lr and weight_decay: sums over an update window, divided by a bias

@@ -19,8 +19,8 @@ from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates.resident_adam import has_master
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
@@ -290,7 +290,9 @@ class ParamRegistry:
                 continue
             clip, unscale = record.clip, record.unscale
             if isinstance(clip, float) and isinstance(unscale, float):
-                record.final = UNSCALED if clip == unscale == 1.0 else FinalFactors(clip * unscale, unscale)
+                record.final = UNSCALED
+                if not clip == unscale == 1.0:
+                    record.final = FinalFactors(Number.known(clip * unscale), Number.known(unscale))
             else:
                 on_device.append(record)
         if (factors := self.gradients.factors).deferred:

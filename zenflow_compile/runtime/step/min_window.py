@@ -109,7 +109,7 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: Workers) -> float:
     together larger than the last-level cache, as a model's state is. The first round touches the memory, the second one
     is timed.
     """
-    coefficients = [StepCoefficients(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=1.0)] * plan.interval
+    coefficients = [StepCoefficients.known(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0)] * plan.interval
     touched = touched_bytes(plan, len(coefficients))
     of_task = max(1, TASK_ELEMENTS // plan.length)  # slices
     rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (of_task * plan.length * touched * workers.count)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.device import Device, Streams
-from zenflow_compile.runtime.device.late_number import Number
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
@@ -47,7 +47,7 @@ def members_of(params: Sequence[OffloadedParam], registry: ParamRegistry) -> lis
     groups, known = registry.group_numbers, dict[tuple[int, Number], tuple[StepCoefficients, float]]()
     for offloaded in params:
         index = offloaded.plan.index
-        grad_scale = 1.0 if (record := offloaded.record) is None else record.final.grad_scale
+        grad_scale = (UNSCALED if (record := offloaded.record) is None else record.final).grad_scale
         if (found := known.get((groups[index], grad_scale))) is None:
             found = known[groups[index], grad_scale] = registry.coefficients(index, grad_scale)
         members.append(Member(offloaded, *found))

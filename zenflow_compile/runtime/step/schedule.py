@@ -18,8 +18,8 @@ import torch
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.late_number import Number
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device.readback import LAG, Readback, Reading
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted
 from zenflow_compile.runtime.parameters.device_state import DeviceState, count_leaving
@@ -96,12 +96,13 @@ class _Coming:
     def arrived(self) -> _Values:
         if self.reading is not None:
             cells, self.reading = self.reading.values(), None
+            unscales = {each: float(each) for each in {joined.unscale for joined in self.joined.values()}}
             for (index, column), value in cells.items():
                 if column == _LEAVING:
                     self.values.leaving[index] = value
                 elif column == _SELECTED:
-                    plan, late, window = self.joined[index].plan.whole, *self.joined[index][1:]
-                    unscale = float(late)
+                    joined = self.joined[index]
+                    plan, unscale, window = joined.plan.whole, unscales[joined.unscale], joined.window
                     deferred = max(cells[index, _TOTAL] - value, 0.0)  # rounding may make the difference negative
                     self.values.norms[index] = _Norms(
                         window, unscale * (value / plan.k) ** 0.5, unscale * (deferred / plan.deferred) ** 0.5
