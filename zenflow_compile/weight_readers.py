@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
-from zenflow_compile.torch_internals.torch_private import storage_identity
+from zenflow_compile.torch_internals import torch_private
 
 Written: TypeAlias = Callable[[dict[str, Any]], Iterable[Tensor]]
 """Given the arguments of a call by name, returns the parameters that it writes in place through ``.data``."""
 
 
-def _given_parameters(arguments: dict[str, Any]) -> Iterable[Tensor]:
-    params: Iterable[Tensor] = arguments["parameters"]
+def _given_parameters(arguments: dict[str, Any]) -> list[Tensor]:
+    # The function reads them afterwards, and they may come from a generator.
+    params = arguments["parameters"] = list(arguments["parameters"])
     return params
 
 
@@ -191,13 +192,16 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
         if not engines:
             return function(*args, **keywords)
         call = signature.bind(*args, **keywords)
-        for name, value in call.arguments.items():
-            if isinstance(value, Iterator):  # the function reads it after us
-                call.arguments[name] = list(value)
         for engine in engines:
-            _apply_due(engine, call.arguments.values())
-        params = [] if written is None else written(call.arguments)
-        params = [each for each in params if any(one.index_of(each) is not None for one in engines)]
+            try:
+                engine.apply_due()
+                engine.hold_weights()
+            except Exception:
+                if _may_read(engine, call.arguments):
+                    raise
+        if written is None:
+            return function(*call.args, **call.kwargs)
+        params = [each for each in written(call.arguments) if any(one.index_of(each) is not None for one in engines)]
         try:
             return function(*call.args, **call.kwargs)
         finally:
@@ -206,33 +210,45 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
     return updates_first
 
 
-def _apply_due(engine: Engine, arguments: Iterable[Any]) -> None:
-    """Make the due updates of ``engine`` visible to a function that is called with ``arguments``.
+def _may_read(engine: Engine, arguments: dict[str, Any]) -> bool:
+    """Whether a function may read parameters of ``engine``, which has failed.
 
-    Raises:
-        RuntimeError: the optimizer has failed, and the function may read its parameters: it is given one, a view of
-            one, or nothing that tells.
+    It may unless it is given parameters and tensors of others alone. Iterators are listed in ``arguments``: what they
+    compute may come from any parameter.
     """
-    try:
-        engine.apply_due()
-        engine.hold_weights()
-    except Exception:
-        given = [tensor for value in arguments for tensor in _tensors_of(value)]
-        own = {storage_identity(param.untyped_storage()) for param in engine.params}
-        if not given or any(storage_identity(tensor.untyped_storage()) in own for tensor in given):
-            raise
+    own = {_memory_of(param) for param in engine.params}
+    found = False
+    for name, value in arguments.items():
+        computed = isinstance(value, Iterator)
+        if computed:
+            value = arguments[name] = list(value)
+        for tensor in _tensors_in(value, depth=3):
+            found = True
+            if _memory_of(tensor) in own or (computed and not isinstance(tensor, nn.Parameter)):
+                return True
+    return not found
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument: itself, those in it, the parameters of a module or of the module that it wraps."""
+def _memory_of(tensor: Tensor) -> int | None:
+    """Identity of the memory; None for a sparse tensor, which has no single one."""
+    if torch_private.is_dtensor(tensor):
+        tensor = torch_private.local_tensor(tensor)
+    return torch_private.storage_identity(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _tensors_in(value: Any, *, depth: int) -> Iterator[Tensor]:
+    """The tensors of an argument: itself, the parameters of a module, and those in containers and attributes.
+
+    Args:
+        depth: how many containers and objects to look into, one inside of the other.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from value.parameters()
-    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        for each in value:
-            yield from _tensors_of(each)
-    else:
-        for attribute in getattr(value, "__dict__", {}).values():
-            if isinstance(attribute, nn.Module):
-                yield from attribute.parameters()
+    elif depth:
+        inner = value.values() if isinstance(value, Mapping) else value
+        if not isinstance(inner, (list, tuple, Set, ValuesView)):
+            inner = getattr(value, "__dict__", {}).values()
+        for each in inner:
+            yield from _tensors_in(each, depth=depth - 1)

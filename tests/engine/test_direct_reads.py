@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from tests.support.processes import in_child
 from tests.support.training import EAGER_BACKEND, take_step
-from tests.support.weight_readers import READERS, VIEWS, check_metadata, in_child
+from tests.support.weight_readers import READERS, VIEWS, check_metadata
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build, storage_reads
 

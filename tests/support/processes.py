@@ -72,14 +72,18 @@ def results_of(runs: Mapping[str, Callable[[], Any]], before: Callable[[], None]
     return results
 
 
-def in_child(action: Callable[[], object]) -> str:
-    """Run ``action`` in a forked child; returns its error or its result as text, or the signal that ended the child."""
+def in_child(action: Callable[..., object], *arguments: object) -> str:
+    """Run ``action`` in a forked child.
+
+    Returns its error or its result as text, or the signal that ended the child. A result that is no number is not read.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(10)  # a child that hangs ends by a signal
         try:
-            told = f"returned {action()}"
+            result = action(*arguments)
+            told = f"returned {result if isinstance(result, (int, float)) else None}"
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"
         os.write(writer, told.encode()[:4000])

@@ -56,6 +56,8 @@ class Number:
 
     def __neg__(self) -> Number:
         assert self.factor, "a magnitude is not negated"
+        if self.on_device is None and self.value:  # -0.0 equals 0.0, which has another sign
+            return Number.known(-self.value)
         on_device = None if self.on_device is None else -self.on_device
         return Number(on_device, self.copies, self.cells, -self.factor, -self.value)
 

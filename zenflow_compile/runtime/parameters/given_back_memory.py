@@ -78,7 +78,7 @@ class DeviceMemory:
     def settle(self) -> None:
         """Block until no work of the engine's uses the device's memory."""
         self._to_host.settle()  # where it is a thread, a gradient may be on its way out of the ring
-        self._device.synchronize()  # streams of lanes and ranks, too: copies of values wait for them, if there are any
+        self._device.synchronize()  # all streams, those of lanes and ranks among them
 
     def offload(self, found: MemoryList) -> None:
         """Copy values to the host, and give the device's memory back. Call ``settle`` before.
