@@ -2,8 +2,8 @@
 
 With a compiled model, an update becomes visible in front of the weight's next use in a graph. An average or a merge
 that reads parameters directly comes before that use. Each function of ``FUNCTIONS`` is therefore replaced by one that
-makes the due updates of every live optimizer visible and then calls it. An optimizer that has failed raises, unless
-the function is given parameters, and none of them is its own.
+makes the due updates of every live optimizer visible and then calls it. An optimizer that has failed raises its
+error, unless the function is given tensors, and none of them is in the memory of its parameters.
 """
 
 from __future__ import annotations
@@ -189,19 +189,19 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
             return function(*args, **keywords)
         # A forked child applies nothing, and may call this for parameters of its own. Reads of ours stay refused.
         engines = [engine for engine in ops.live_engines() if isinstance(engine, Engine) and not engine.in_child]
-        if not engines:
-            return function(*args, **keywords)
-        call = signature.bind(*args, **keywords)
+        call = signature.bind(*args, **keywords) if engines and written is not None else None
         for engine in engines:
             try:
                 engine.apply_due()
                 engine.hold_weights()
             except Exception:
+                call = call or signature.bind(*args, **keywords)
                 if _may_read(engine, call.arguments):
                     raise
-        if written is None:
-            return function(*call.args, **call.kwargs)
-        params = [each for each in written(call.arguments) if any(one.index_of(each) is not None for one in engines)]
+        if call is None:
+            return function(*args, **keywords)
+        params = [] if written is None else written(call.arguments)
+        params = [each for each in params if any(one.index_of(each) is not None for one in engines)]
         try:
             return function(*call.args, **call.kwargs)
         finally:
@@ -210,11 +210,14 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
     return updates_first
 
 
+_CONTAINERS = (list, tuple, Mapping, Set, ValuesView)
+
+
 def _may_read(engine: Engine, arguments: dict[str, Any]) -> bool:
     """Whether a function may read parameters of ``engine``, which has failed.
 
-    It may unless it is given parameters and tensors of others alone. Iterators are listed in ``arguments``: what they
-    compute may come from any parameter.
+    It may, unless all tensors that it is given have other memory. This lists the iterators among ``arguments``; tensors
+    that they compute may come from any parameter.
     """
     own = {_memory_of(param) for param in engine.params}
     found = False
@@ -222,6 +225,7 @@ def _may_read(engine: Engine, arguments: dict[str, Any]) -> bool:
         computed = isinstance(value, Iterator)
         if computed:
             value = arguments[name] = list(value)
+        found |= isinstance(value, _CONTAINERS) and not value  # there is nothing to read
         for tensor in _tensors_in(value, depth=3):
             found = True
             if _memory_of(tensor) in own or (computed and not isinstance(tensor, nn.Parameter)):
@@ -237,18 +241,14 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def _tensors_in(value: Any, *, depth: int) -> Iterator[Tensor]:
-    """The tensors of an argument: itself, the parameters of a module, and those in containers and attributes.
-
-    Args:
-        depth: how many containers and objects to look into, one inside of the other.
-    """
+    """The tensors of an argument: itself, those of a module, and of ``depth`` levels of containers and objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from value.parameters()
     elif depth:
         inner = value.values() if isinstance(value, Mapping) else value
-        if not isinstance(inner, (list, tuple, Set, ValuesView)):
+        if not isinstance(inner, _CONTAINERS):
             inner = getattr(value, "__dict__", {}).values()
         for each in inner:
             yield from _tensors_in(each, depth=depth - 1)

@@ -106,7 +106,7 @@ def test_original_error_is_the_cause() -> None:
 
 @pytest.mark.parametrize("break_it", [break_update, break_copy])
 def test_failed_engine_is_collected(break_it: Callable[[int], AbstractContextManager[object]]) -> None:
-    """When nobody holds its error. Its threads end then, and its memory is free for a new run."""
+    """With the last reference to its error. Its threads end then, and its memory is free for a new run."""
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
     engine = weakref.ref(training.optimizer.engine)
     with break_it(0):

@@ -355,24 +355,24 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["parameters", "generator", "module", "sharded"])
 def test_reader_of_another_model_hears_of_no_failure(kind: str) -> None:
     """After a run that failed, whose objects a traceback keeps, a new one begins in the same process."""
+    from stable_baselines3.common.utils import polyak_update
     from torch.optim.swa_utils import AveragedModel
 
     def read(model: nn.Module) -> None:
         if kind == "module":
             AveragedModel(model).update_parameters(model)
         else:
-            params = model.parameters()
-            nn.utils.parameters_to_vector(list(params) if kind == "parameters" else params)
+            nn.utils.parameters_to_vector((list if kind == "parameters" else iter)(model.parameters()))
 
     failed, loop = (Loop(EXACT, fully_shard(Layers()) if kind == "sharded" else None) for _ in range(2))
     with gated(failing(RuntimeError("on purpose")), UPDATES), pytest.raises(RuntimeError, match="host update"):
-        for _ in failed.steps():
-            pass
+        list(failed.steps())
     for _ in loop.steps(2):
         read(loop.model)
+        polyak_update([], [], 1.0)  # the statistics of no normalization
     views = [param.data.view(-1) for param in loop.model.parameters()]
     assert torch.equal(nn.utils.parameters_to_vector(views), torch.cat(views))
-    for params in (failed.model.parameters(), [], (view.square() for view in views)):
+    for params in (failed.model.parameters(), [None], (view.square() for view in views)):
         with pytest.raises(RuntimeError, match="host update"):
             nn.utils.parameters_to_vector(params)
     for use in (lambda: read(failed.model), failed.optimizer.close):

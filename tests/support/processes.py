@@ -1,4 +1,4 @@
-"""Two processes on this machine, as a distributed run starts them, or a forked one, and what comes of them."""
+"""Starts two processes on this machine, as a distributed run would, or forks one, and collects their results."""
 
 from __future__ import annotations
 
