@@ -1,0 +1,94 @@
+"""Where the time of a run goes: set-up, call and teardown of tests by folder, and what fixtures and graphs took of it.
+
+    python -m pytest -p tests.support.durations --durations-to durations.json
+
+The file has seconds per test; the terminal has the sums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._dynamo.utils import compilation_time_metrics
+
+_PHASES = ("setup", "call", "teardown")
+_STARTS = {"os.fork", "os.posix_spawn", "subprocess.Popen"}
+
+
+class _Worker:
+    """Measures in the process that runs tests. A report brings what was spent since the last one."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = defaultdict(float)
+        sys.addaudithook(lambda event, _: self._start() if event in _STARTS else None)
+
+    def _start(self) -> None:
+        self._spent["processes started"] += 1
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+        begin = time.perf_counter()
+        try:
+            return (yield)
+        finally:
+            self._spent[f"fixture {fixturedef.argname}"] += time.perf_counter() - begin
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        compiled = compilation_time_metrics.pop("compile_inner", [])
+        self._spent["compilations"] += len(compiled)
+        self._spent["compilation"] += sum(compiled)
+        report.user_properties.append(("spent", dict(self._spent)))
+        self._spent.clear()
+        return report
+
+
+class _Sums:
+    """Adds the reports of all workers."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tests: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_PHASES, 0.0))
+        self._spent: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._tests[report.nodeid][report.when or "call"] += report.duration
+        for name, value in report.user_properties:
+            if name == "spent":
+                for what, amount in value.items():  # type: ignore[attr-defined]
+                    self._spent[what] += amount
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        self._path.write_text(json.dumps({"tests": self._tests, "spent": self._spent}, indent=1))
+        folders: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+        for nodeid, phases in self._tests.items():
+            sums = folders[os.path.dirname(nodeid.partition("::")[0])]
+            for place, value in enumerate((1.0, *phases.values())):
+                sums[place] += value
+        terminalreporter.section("seconds by folder: tests, set-up, call, teardown")
+        for folder, sums in sorted(folders.items(), key=lambda item: -sum(item[1][1:])):
+            terminalreporter.write_line(f"{folder:24} {sums[0]:6.0f} {sums[1]:8.1f} {sums[2]:8.1f} {sums[3]:8.1f}")
+        for what, amount in sorted(self._spent.items(), key=lambda item: -item[1])[:15]:
+            terminalreporter.write_line(f"{what:48} {amount:10.1f}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-to", type=Path, help="file for the seconds of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (path := config.getoption("--durations-to")) is None:
+        return
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
+        config.pluginmanager.register(_Worker())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Sums(path))
