@@ -2,8 +2,9 @@
 # make train      train a small GPT
 # make train-ranks  train it on two ranks of this machine, which divide the optimizer's state
 # make train-sharded  train it sharded over two ranks, each of which has a part of the weights, too
-# make test       all tests that need no GPU, and a sample of the long ones
-# make test-long  every long test; takes hours
+# make test       tier 1 of the tests: every behavior once, in at most 8 minutes
+# make test-ci    tiers 1 and 2, and the part of tier 3 that the commit draws, in at most 25 minutes
+# make test-long  all tests that need no GPU; takes hours
 # make test-gpu   the tests that need a GPU
 # make check      lint, formatting, types
 # make format     fix lint and formatting
@@ -42,7 +43,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train train-ranks train-sharded test test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train train-ranks train-sharded test test-ci test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -60,14 +61,19 @@ train-ranks: $(READY)
 train-sharded: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 2 -m examples.train_gpt --fsdp $(OPTIONS)
 
+RUN_TESTS = $(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
+
 test: $(READY)
-	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "not gpu" -n $(TEST_PROCESSES) $(OPTIONS)
+	$(RUN_TESTS) --tiers 1 $(OPTIONS)
+
+test-ci: $(READY)
+	$(RUN_TESTS) --tiers 1,2 $(OPTIONS)
 
 test-long: $(READY)
-	$(TEST_ENVIRONMENT) $(PYTHON) -m pytest -m "long and not gpu" --sample-of-long all -n $(TEST_PROCESSES) $(OPTIONS)
+	$(RUN_TESTS) --tiers all $(OPTIONS)
 
 test-gpu: $(READY)
-	$(PYTHON) -m pytest -m gpu $(OPTIONS)
+	$(PYTHON) -m pytest -m gpu --tiers all $(OPTIONS)
 
 check: $(READY)
 	$(PYTHON) -m ruff check $(SOURCES)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
-import signal
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
@@ -13,78 +12,66 @@ from torch import nn
 
 from tests.simulated.build import build, missing
 from tests.simulated.process import SimulatedProcess
+from tests.support import durations, leftovers
+from tests.support import tiers as tiers_of_tests
 from tests.support.copies import Copies
+from tests.support.progress import Progress
 from tests.support.recording import RecordingEngine
+from tests.support.tiers import TIER
 from zenflow_compile.passes import fetch_parameters, offload_gradients, update_parameters
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.parameters import host_weights
 
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+"""PyTorch flushes the processor's caches after each compilation, for 30 ms, to write a time into its logs."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--sample-of-long",
-        default="2",
-        help='how many of the selected tests marked "long" run, or "all" (default: %(default)s)',
-    )
-    parser.addoption("--sample-seed", type=int, default=0, help="chooses these tests (default: %(default)s)")
+    parser.addoption("--tiers", default="1", help='which tests run: "1", "1,2", "2" or "all" (default: %(default)s)')
+    parser.addoption("--seed", type=int, default=0, help="draws the cases of tiers 1 and 2 (default: %(default)s)")
+    parser.addoption("--part", type=int, help="the part of tier 3 that runs with tier 2 (default: by the commit)")
+    durations.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let interrupts arrive: a shell starts background jobs with SIGINT ignored, and Python leaves it so."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    leftovers.pytest_configure(config)
+    durations.register(config)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config, _tiers(config)), "progress")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"sample of long tests: {config.getoption('sample_of_long')}, seed {config.getoption('sample_seed')}"
+def _tiers(config: pytest.Config) -> list[int]:
+    chosen = config.getoption("tiers")
+    return [1, 2, 3] if chosen == "all" else [int(each) for each in chosen.split(",")]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Mark cases of matrices as ``long``, let -m and -k choose, and keep a sample of what is long.
+    """Give each test its tier, let -m and -k choose, and keep those of the chosen tiers and those that are named.
 
     Every process of a run draws the same cases.
     """
-    _draw_from_matrices(config.getoption("sample_seed"), items)
+    record, tiers = tiers_of_tests.Durations.read(), _tiers(config)
+    tiers_of_tests.assign(items, record, config.getoption("seed"))
+    if 2 in tiers and 3 not in tiers:
+        part = config.getoption("part")
+        for item in tiers_of_tests.parts(items, record)[tiers_of_tests.part_of() if part is None else part]:
+            item.stash[TIER] = 2
     yield
-    _draw_from_long(config, items)
-
-
-def _draw_from_matrices(seed: int, items: list[pytest.Item]) -> None:
-    cases: dict[str, list[pytest.Item]] = {}
+    named = tuple(arg for arg in config.args if "::" in arg)
+    kept, dropped, later = [], [], Counter[int]()
     for item in items:
-        if item.get_closest_marker("matrix") and not item.get_closest_marker("long"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, found in cases.items():
-        (share,) = found[0].get_closest_marker("matrix").args  # type: ignore[union-attr]
-        for item in _not_drawn(found, share, random.Random(f"{seed} {name}")):
-            item.add_marker(pytest.mark.long)
-
-
-def _not_drawn(items: list[pytest.Item], share: int, draw: random.Random) -> list[pytest.Item]:
-    """Return the cases of one test that become long.
-
-    One case of ``share`` is drawn. If the test has several arguments, more are drawn, until each value is in one.
-    """
-    seen: set[tuple[str, int]] = set()
-    others = []
-    for item in draw.sample(items, len(items)):
-        arguments = item.callspec.params  # type: ignore[attr-defined]
-        values = {(name, id(value)) for name, value in arguments.items()}  # cases share the objects
-        if len(arguments) == 1 or values <= seen:
-            others.append(item)
-        seen |= values
-    return others[max(0, -(-len(items) // share) - (len(items) - len(others))) :]
-
-
-def _draw_from_long(config: pytest.Config, items: list[pytest.Item]) -> None:
-    long = [item for item in items if item.get_closest_marker("long")]
-    count = config.getoption("sample_of_long")
-    if count == "all" or len(long) <= int(count):
-        return
-    kept = set(random.Random(config.getoption("sample_seed")).sample(sorted(item.nodeid for item in long), int(count)))
-    dropped = [item for item in long if item.nodeid not in kept]
-    items[:] = [item for item in items if item not in set(dropped)]
+        if item.stash[TIER] in tiers or (named and item.nodeid.startswith(named)):
+            kept.append(item)
+        else:
+            dropped.append(item)
+            later[item.stash[TIER]] += 1
+    items[:] = kept
     config.hook.pytest_deselected(items=dropped)
+    if (output := getattr(config, "workeroutput", None)) is not None:
+        output["later"] = dict(later)
+    else:
+        config.pluginmanager.get_plugin("progress").note_later(later)  # type: ignore[union-attr]
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,9 @@
 """Where the time of a run goes: set-up, call and teardown of tests by folder, and what fixtures and graphs took of it.
 
-    python -m pytest -p tests.support.durations --durations-to durations.json
+    make test-ci ARGS="--durations-to durations.json"
+    make test-ci ARGS="--record-durations"
 
-The file has seconds per test; the terminal has the sums.
+The file has seconds per test, and the terminal the sums. The second form writes those that choose and limit the tiers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._dynamo.utils import compilation_time_metrics
+from torch._dynamo.callback import callback_handler
+
+from tests.support.tiers import Durations
 
 _PHASES = ("setup", "call", "teardown")
 _STARTS = {"os.fork", "os.posix_spawn", "subprocess.Popen"}
@@ -28,10 +31,20 @@ class _Worker:
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = defaultdict(float)
+        self._begin = 0.0
+        callback_handler.register_start_callback(self._begin_compilation)
+        callback_handler.register_end_callback(self._end_compilation)
         sys.addaudithook(lambda event, _: self._start() if event in _STARTS else None)
 
     def _start(self) -> None:
         self._spent["processes started"] += 1
+
+    def _begin_compilation(self, _: object) -> None:
+        self._begin = time.perf_counter()
+
+    def _end_compilation(self, _: object) -> None:
+        self._spent["compilations"] += 1
+        self._spent["compilation"] += time.perf_counter() - self._begin
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
@@ -44,9 +57,6 @@ class _Worker:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        compiled = compilation_time_metrics.pop("compile_inner", [])
-        self._spent["compilations"] += len(compiled)
-        self._spent["compilation"] += sum(compiled)
         report.user_properties.append(("spent", dict(self._spent)))
         self._spent.clear()
         return report
@@ -55,8 +65,9 @@ class _Worker:
 class _Sums:
     """Adds the reports of all workers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None, record: bool) -> None:
         self._path = path
+        self._record = record
         self._tests: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_PHASES, 0.0))
         self._spent: dict[str, float] = defaultdict(float)
 
@@ -68,7 +79,12 @@ class _Sums:
                     self._spent[what] += amount
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        self._path.write_text(json.dumps({"tests": self._tests, "spent": self._spent}, indent=1))
+        if self._path is not None:
+            self._path.write_text(json.dumps({"tests": self._tests, "spent": self._spent}, indent=1))
+        if self._record:
+            durations = Durations.read()
+            durations.update({nodeid: sum(phases.values()) for nodeid, phases in self._tests.items()})
+            durations.write()
         folders: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
         for nodeid, phases in self._tests.items():
             sums = folders[os.path.dirname(nodeid.partition("::")[0])]
@@ -81,14 +97,19 @@ class _Sums:
             terminalreporter.write_line(f"{what:48} {amount:10.1f}")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--durations-to", type=Path, help="file for the seconds of each test")
+    parser.addoption(
+        "--record-durations", action="store_true", help="write the seconds that choose and limit the tiers"
+    )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if (path := config.getoption("--durations-to")) is None:
+def register(config: pytest.Config) -> None:
+    """Measure if the options say so: in the processes that run tests, and in the one that adds their reports."""
+    path, record = config.getoption("--durations-to"), config.getoption("--record-durations")
+    if path is None and not record:
         return
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.register(_Worker())
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Sums(path))
+        config.pluginmanager.register(_Sums(path, record))

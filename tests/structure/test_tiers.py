@@ -1,0 +1,211 @@
+"""Tiers of tests stay within their limits, and runs name the tests that die, hang or leave something behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.progress import remaining
+from tests.support.tiers import LIMITS, PARTS, ROOT, START, TIER, Durations, assign, parts, wall_seconds
+
+PROCESSES = 2
+
+
+def over_limits(items: list[pytest.Item], durations: Durations) -> dict[int, float]:
+    """The tiers among ``items`` that take too long with those below them, and their seconds."""
+    sums = {
+        tier: wall_seconds(durations.total(item.nodeid for item in items if item.stash[TIER] <= tier), PROCESSES)
+        for tier in LIMITS
+    }
+    return {tier: seconds for tier, seconds in sums.items() if seconds > LIMITS[tier]}
+
+
+def test_tiers_stay_within_their_limits(request: pytest.FixtureRequest) -> None:
+    """Complete runs have complete tiers here."""
+    assert over_limits(request.session.items, Durations.read()) == {}, (
+        "seconds of tiers; make tests cheaper, or mark cases as a matrix, and record with --record-durations"
+    )
+
+
+class Case:
+    """What ``assign`` asks of an item."""
+
+    def __init__(self, name: str, marks: tuple[pytest.Mark, ...], **arguments: object) -> None:
+        self.nodeid = f"tests/a.py::{name}"
+        self.marks = {mark.name: mark for mark in marks}
+        self.stash: dict[Any, Any] = {}
+        self.callspec = type("", (), {"params": arguments})
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.marks.get(name)
+
+
+def cases(count: int, *marks: pytest.MarkDecorator) -> list[Any]:
+    return [Case(f"test[{number}]", tuple(mark.mark for mark in marks), number=number) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "marks", "expected"),
+    [
+        (0.1, (), [6, 0, 0]),
+        (1.0, (), [1, 5, 0]),
+        (10.0, (), [0, 6, 0]),
+        (10.0, (pytest.mark.every_case,), [6, 0, 0]),
+        (0.1, (pytest.mark.matrix(3),), [2, 0, 4]),
+        (1.0, (pytest.mark.matrix(3),), [1, 1, 4]),
+        (0.1, (pytest.mark.long,), [0, 0, 6]),
+    ],
+)
+def test_cases_by_tier(seconds: float, marks: tuple[pytest.MarkDecorator, ...], expected: list[int]) -> None:
+    durations = Durations()
+    durations.update({"tests/a.py::test": seconds})
+    draws = []
+    for seed in range(20):
+        items = cases(6, *marks)
+        assign(items, durations, seed)
+        found = [item.stash[TIER] for item in items]
+        assert [found.count(tier) for tier in (1, 2, 3)] == expected
+        draws.append(found)
+    assert (len(set(map(tuple, draws))) > 1) == (0 < expected[0] < 6)
+
+
+def test_each_part_of_tier_3_takes_about_as_long() -> None:
+    durations = Durations()
+    items = cases(100, pytest.mark.long)
+    assign(items, durations, 0)
+    divided = parts(items, durations)
+    assert sorted(item.nodeid for part in divided for item in part) == sorted(item.nodeid for item in items)
+    assert {len(part) for part in divided} == {100 // PARTS}
+
+
+def test_outgrown_tiers_are_found() -> None:
+    durations = Durations()
+    items = cases(3)
+    assign(items, durations, 0)
+    assert over_limits(items, durations) == {}
+    durations.update({"tests/a.py::test": (LIMITS[1] - START) * PROCESSES / 3 + 1})
+    assert over_limits(items, durations).keys() == {1}
+
+
+def test_records_forget_functions_that_are_gone(tmp_path: Path) -> None:
+    durations = Durations()
+    durations.update({"tests/a.py::test[1]": 1.0, "tests/a.py::test[2]": 2.0, "tests/b.py::test": 1.0})
+    durations.keep(["tests/a.py::test[3]"])
+    durations.write(tmp_path / "durations.json")
+    assert Durations.read(tmp_path / "durations.json").seconds == {"tests/a.py": {"test": 1.5}}
+
+
+@pytest.mark.parametrize("slowness", [0.7, 1.0, 3.0])
+def test_time_left_is_right_within_a_factor_of_two(slowness: float) -> None:
+    """From a tenth of the run on, on a machine that is slower or faster than the recorded one."""
+    total, processes = 800.0, 2
+    for done in range(80, 800, 40):
+        estimate = remaining(total, done, elapsed=slowness * done / processes, processes=processes)
+        assert 0.5 < estimate / (slowness * (total - done) / processes) < 2.0
+
+
+# Runs of other tests in processes of their own.
+
+BAD_TESTS = {
+    "dies": "def test_bad(): os.kill(os.getpid(), signal.SIGKILL)",
+    "hangs": """
+        @pytest.mark.timeout(0.1)
+        def test_bad():
+            ctypes.PyDLL(None).sleep(600)  # keeps the GIL: no signal is heard
+    """,
+    "leaves a process": "def test_bad(): subprocess.Popen(['sleep', '600'])",
+    "leaves a file": "def test_bad(): open(tempfile.mkdtemp() + '/file', 'w').close()",
+}  # fmt: skip
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Iterator[Any]:
+    """Starts pytest on a file of tests, with the plugin, in the folder ``temporary``."""
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")}
+    for name in [name for name in environment if name.startswith(("PYTEST_", "ZENFLOW_COMPILE_TEST"))]:
+        del environment[name]
+    started: list[subprocess.Popen[str]] = []
+
+    def start(source: str) -> subprocess.Popen[str]:
+        lines = "\n".join(line.removeprefix("        ") for line in source.splitlines())
+        imports = "import ctypes, os, pytest, signal, subprocess, tempfile, time\n"
+        (tmp_path / "test_few.py").write_text(f"{imports}\n{lines}\ndef test_good(): pass\n")
+        options = [
+            "-p",
+            "tests.support.leftovers",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "1",
+            "-s",
+            "--max-worker-restart",
+            "2",
+        ]
+        command = [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_few.py"), f"--rootdir={tmp_path}"]
+        started.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("name", BAD_TESTS)
+def test_bad_test_is_named(suite: Any, tmp_path: Path, name: str) -> None:
+    output, _ = (run := suite(BAD_TESTS[name])).communicate(timeout=120)
+    assert run.returncode == 1
+    assert re.search(r"\b[12] passed", output)
+    assert "test_few.py::test_bad" in output.partition("test session starts")[2]
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert not running(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_nothing(suite: Any, tmp_path: Path, number: int) -> None:
+    begun = tmp_path / "begun"
+    run = suite(
+        f"""
+        def test_slow():
+            subprocess.Popen(["sleep", "600"])
+            tempfile.mkdtemp()
+            open({str(begun)!r}, "w").close()
+            time.sleep(600)
+        """
+    )
+    while not begun.exists():
+        assert run.poll() is None
+        time.sleep(0.01)
+    assert running(tmp_path)
+    run.send_signal(number)
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert not running(tmp_path)
+
+
+def running(folder: Path) -> list[int]:
+    """The processes whose temporary files are in ``folder``."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environment = Path("/proc", pid, "environ").read_bytes()
+        except OSError:
+            continue
+        if f"TMPDIR={folder}".encode() in environment:
+            found.append(int(pid))
+    return found

@@ -1,0 +1,169 @@
+"""Names the tests that hang, and those that leave processes or files behind, and removes what they leave.
+
+    python -m pytest -p tests.support.leftovers
+
+The temporary files of a run are in one folder, which goes at its end, also if it is interrupted.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import getpass
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_RUN = "ZENFLOW_COMPILE_TEST_RUN"
+_FOLDERS = "zenflow-compile-tests-"
+_MANAGED = ("pytest-", "torchinductor")
+"""Beginnings of the names of files that pytest and Inductor keep until the end of a run."""
+
+_HANG = 30.0
+"""Seconds after a test's time limit, at which pytest-timeout interrupts it, until its process ends."""
+
+_END = 2.0
+"""Seconds that processes have to end after those that started them."""
+
+
+class _Worker:
+    """In each process that runs tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._watched = (tempfile.gettempdir(), config.rootpath)
+        self._before = set(self._entries())
+        self.left: dict[str, str] = {}
+        """The test after which a file was first seen, by path."""
+
+    def _entries(self) -> Iterator[str]:
+        for folder in self._watched:
+            yield from (each.path for each in os.scandir(folder) if not each.name.startswith(_MANAGED))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        marker = item.get_closest_marker("timeout")
+        limit = float(marker.args[0]) if marker and marker.args else float(item.config.getini("timeout") or 0)
+        if limit:  # a process that hangs in native code hears no signal
+            faulthandler.dump_traceback_later(limit + _HANG, exit=True, file=sys.__stderr__)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            for path in set(self._entries()) - self._before - self.left.keys():
+                self.left[path] = item.nodeid
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["left"] = self.left
+
+
+class _Run:
+    """In the process that the user has started."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._left: dict[str, str] = {}
+        self._messages: list[str] = []
+        self.worker: _Worker | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._left.update(getattr(node, "workeroutput", {}).get("left", {}))
+
+    @pytest.hookimpl(trylast=True)  # after the processes that run tests have ended
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.worker is not None:
+            self._left.update(self.worker.left)
+        for pid, test in _processes_left().items():
+            self._messages.append(f"{test} left process {pid} ({_command(pid)}), which was killed")
+            os.kill(pid, signal.SIGKILL)
+        for path, test in self._left.items():
+            if os.path.lexists(path):
+                self._messages.append(f"{test}, or another test at that time, left {path}")
+        if self._messages and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for message in self._messages:
+            terminalreporter.write_line(f"LEFT BEHIND: {message}", red=True)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """With what a process started; empty if it has ended, or is of another user."""
+    try:
+        parts = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (part.decode(errors="replace").partition("=") for part in parts)
+    return {name: value for name, _, value in pairs}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _processes_left() -> dict[int, str]:
+    """The processes of this run that do not end, and the tests that have started them."""
+    deadline = time.monotonic() + _END
+    while True:
+        left = {}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            environment = _environment(int(name))
+            if environment.get(_RUN) == os.environ[_RUN] and not _ends_with_us(int(name)):
+                test = environment.get("PYTEST_CURRENT_TEST", "a process that runs tests")
+                left[int(name)] = test.rpartition(" ")[0] or test
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def _ends_with_us(pid: int) -> bool:
+    """Whether this is a server of ``multiprocessing``, which ends with the process that uses it."""
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    return int(parent) == os.getpid() and "multiprocessing" in _command(pid)
+
+
+def _remove_dead(parent: Path) -> None:
+    """Remove the folders of runs that were killed."""
+    for folder in parent.glob(f"{_FOLDERS}*"):
+        if not Path("/proc", folder.name.removeprefix(_FOLDERS)).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let interrupts arrive, and keep the run's temporary files together."""
+    # A shell starts background jobs with SIGINT ignored, and Python leaves it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    worker = getattr(config, "workerinput", {}).get("workerid")
+    if worker is None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        parent = Path(tempfile.gettempdir())
+        _remove_dead(parent)
+        folder = parent / f"{_FOLDERS}{os.getpid()}"
+        folder.mkdir(mode=0o700)
+        os.environ[_RUN] = str(os.getpid())
+        # Compiled graphs stay for the next run, as they do for users.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{getpass.getuser()}"))
+        config.pluginmanager.register(run := _Run(folder))
+    else:
+        folder = Path(os.environ["TMPDIR"]) / worker
+        folder.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    if worker is not None or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(tests := _Worker(config))
+        if worker is None:
+            run.worker = tests

@@ -1,0 +1,149 @@
+"""Which tests run: `make test` runs tier 1, `make test-ci` tiers 1 and 2, and `make test-long` all three.
+
+CONTRIBUTING.md has the rules. Seconds are those of ``tests/structure/durations.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DURATIONS = ROOT / "tests" / "structure" / "durations.json"
+
+COMMANDS = {1: "make test", 2: "make test-ci", 3: "make test-long"}
+LIMITS = {1: 8 * 60, 2: 25 * 60}
+"""Seconds that a tier may take with those below it: on two quiet cores, without what sets the environment up."""
+
+START = 30.0
+"""Seconds before the first test: processes start, import frameworks and collect."""
+
+EACH_CASE = 0.25
+"""Tier 1 runs one case of a test whose cases take longer, in seconds."""
+
+DEAR = 3.0
+"""Tier 1 runs no test that takes longer, in seconds."""
+
+UNKNOWN = 1.0
+"""What a test without a record counts as, in seconds."""
+
+PARTS = 10
+"""Each commit runs one of so many parts of tier 3."""
+
+TIER = pytest.StashKey[int]()
+
+
+@dataclass
+class Durations:
+    """Seconds per case of each test function: the mean of the cases that were measured, with their fixtures.
+
+    Attributes:
+        seconds: by file and function.
+    """
+
+    seconds: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+
+    @classmethod
+    def read(cls, path: Path = DURATIONS) -> Durations:
+        """Read a record. Without a file, nothing is known."""
+        durations = cls()
+        if path.exists():
+            durations.seconds.update(json.loads(path.read_text()))
+        return durations
+
+    def write(self, path: Path = DURATIONS) -> None:
+        path.write_text(json.dumps(self.seconds, indent=1, sort_keys=True) + "\n")
+
+    def of(self, nodeid: str) -> float | None:
+        """The seconds of one case; None if its function is not in the record."""
+        file, _, case = nodeid.partition("::")
+        return self.seconds.get(file, {}).get(case.partition("[")[0])
+
+    def total(self, nodeids: Iterable[str]) -> float:
+        """The seconds of many cases, one after the other."""
+        return sum(UNKNOWN if (known := self.of(nodeid)) is None else known for nodeid in nodeids)
+
+    def update(self, measured: Mapping[str, float]) -> None:
+        """Replace the seconds of the functions of which cases were measured."""
+        of_functions: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for nodeid, seconds in measured.items():
+            file, _, case = nodeid.partition("::")
+            of_functions[file, case.partition("[")[0]].append(seconds)
+        for (file, name), found in of_functions.items():
+            self.seconds.setdefault(file, {})[name] = round(sum(found) / len(found), 2)
+
+    def keep(self, nodeids: Iterable[str]) -> None:
+        """Forget functions that are not among ``nodeids``."""
+        names = {(file, case.partition("[")[0]) for file, _, case in (each.partition("::") for each in nodeids)}
+        for file in list(self.seconds):
+            self.seconds[file] = {name: each for name, each in self.seconds[file].items() if (file, name) in names}
+            if not self.seconds[file]:
+                del self.seconds[file]
+
+
+def wall_seconds(test_seconds: float, processes: int) -> float:
+    """How long a run takes whose tests take ``test_seconds``, one after the other."""
+    return START + test_seconds / processes
+
+
+def assign(items: Sequence[pytest.Item], durations: Durations, seed: int) -> None:
+    """Give each item its tier, in ``item.stash[TIER]``. All processes of a run draw the same cases."""
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in functions.items():
+        draw = random.Random(f"{seed} {name}")
+        matrix = [case for case in cases if not case.get_closest_marker("long")]
+        if matrix and (marker := matrix[0].get_closest_marker("matrix")):
+            matrix = _drawn(matrix, marker.args[0], draw)
+        seconds = durations.of(cases[0].nodeid) or 0.0
+        first: Sequence[pytest.Item] = matrix
+        if not cases[0].get_closest_marker("every_case"):
+            if seconds > DEAR:
+                first = []
+            elif seconds > EACH_CASE and len(cases) > 1:
+                first = [draw.choice(matrix)] if matrix else []
+        for case in cases:
+            case.stash[TIER] = 1 if case in first else 2 if case in matrix else 3
+
+
+def _drawn(cases: Sequence[pytest.Item], share: int, draw: random.Random) -> list[pytest.Item]:
+    """Draw one case of ``share``; of a test with several arguments more, until each value is in one."""
+    seen: set[tuple[str, int]] = set()
+    needed, others = [], []
+    for case in draw.sample(list(cases), len(cases)):
+        arguments = case.callspec.params  # type: ignore[attr-defined]
+        values = {(name, id(value)) for name, value in arguments.items()}  # cases share the objects
+        (others if len(arguments) == 1 or values <= seen else needed).append(case)
+        seen |= values
+    return needed + others[: max(0, -(-len(cases) // share) - len(needed))]
+
+
+def parts(items: Iterable[pytest.Item], durations: Durations) -> list[list[pytest.Item]]:
+    """Divide the items of tier 3 into ``PARTS`` parts that take about equally long."""
+    seconds = {item.nodeid: durations.total([item.nodeid]) for item in items if item.stash[TIER] == 3}
+    sums = [0.0] * PARTS
+    divided: list[list[pytest.Item]] = [[] for _ in sums]
+    by_nodeid = {item.nodeid: item for item in items}
+    for nodeid in sorted(seconds, key=lambda each: (-seconds[each], each)):
+        least = sums.index(min(sums))
+        sums[least] += seconds[nodeid]
+        divided[least].append(by_nodeid[nodeid])
+    return divided
+
+
+def part_of() -> int:
+    """The part of tier 3 that runs with tier 2 at the commit that is checked out; 0 outside a repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(commit, 16) % PARTS
