@@ -120,7 +120,7 @@ def test_errors_show_names_and_paths_safely(tmp_path: Path) -> None:
 
 
 def test_unwritable_cache_warning_is_safe() -> None:
-    build._warn_once.cache_clear()
+    build.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="every process compiles them again") as caught:
-        build._warn_once(f"{HOSTILE}\n\x1b[31merror\x1b[m: no space")
+        build.warn_once(f"{HOSTILE}\n\x1b[31merror\x1b[m: no space")
     assert_safe(str(caught[0].message))

@@ -168,4 +168,4 @@ def test_flags_that_do_not_go_together(arguments: list[str], said: str, capsys: 
     ("text", "size"), [("96GB", 96e9), ("96 GiB", 96 * 2**30), ("2.4e10", 2.4e10), ("1.5TB", 1.5e12)]
 )
 def test_memory_with_and_without_a_unit(text: str, size: float) -> None:
-    assert main._memory(text) == size
+    assert main.memory_bytes(text) == size

@@ -36,7 +36,7 @@ def scenario(row: tuple[str, ...]) -> dict[str, Any]:
     """Arguments of a prediction for a row, without its options."""
     return {
         "devices": 1,
-        "host_bytes": main._memory(row[2]),
+        "host_bytes": main.memory_bytes(row[2]),
         "tokens": int(row[3]),
         "sequence": 4096,
         "recompute": True,

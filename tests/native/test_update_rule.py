@@ -128,7 +128,7 @@ def test_neighbors_are_left_alone() -> None:
 @contextmanager
 def compiled_for(flags: tuple[str, ...], folder: Path) -> Iterator[Any]:
     """The library for another CPU than this one."""
-    command = ["g++", *(flag for flag in build._FLAGS if flag != "-march=native"), *flags]
+    command = ["g++", *(flag for flag in build.FLAGS if flag != "-march=native"), *flags]
     path = folder / "other.so"
     subprocess.run([*command, str(build.SOURCES / "host_updates.cpp"), "-o", str(path)], check=True)
     loaded = ctypes.CDLL(str(path))
@@ -139,7 +139,7 @@ def compiled_for(flags: tuple[str, ...], folder: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_other_cpus_have_the_same_bits(cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}[cpu]
-    if needed not in build._cpu():
+    if needed not in build.processor():
         pytest.skip(f"this CPU cannot run code for {cpu}")
     with compiled_for((f"-march={cpu}",), tmp_path) as other:
         for dtype in (*DTYPES, torch.int8):
@@ -154,7 +154,7 @@ def test_other_cpus_have_the_same_bits(cpu: str, tmp_path: Path, monkeypatch: py
 
 def test_contraction_would_change_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proves that the tests above see it."""
-    if "fma" not in build._cpu():
+    if "fma" not in build.processor():
         pytest.skip("this CPU has no fused multiply and add")
     with compiled_for(("-march=native", "-ffp-contract=fast"), tmp_path) as other:
         update = update_of(4101, 3, torch.float32, torch.float32)

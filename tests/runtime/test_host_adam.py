@@ -253,7 +253,7 @@ def run_in_thread(work: Callable[[], None]) -> None:
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A process that has not loaded the library, with an empty cache."""
-    caches = (check_native_code, library, build.load_library, build._warn_once)
+    caches = (check_native_code, library, build.load_library, build.warn_once)
     for each in caches:
         each.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -285,7 +285,7 @@ def test_compiler_with_arguments_is_split(no_library: Path, monkeypatch: pytest.
     with torch._inductor.config.patch({"cpp.cxx": (None, f"{compiler} {arguments}")}):
         assert torch_private.cpp_compiler() == (compiler, *arguments.replace("'", "").split())
         check_native_code()
-        assert build._key((compiler, "-O1")) != build._key((compiler, "-O2"))
+        assert build.library_key((compiler, "-O1")) != build.library_key((compiler, "-O2"))
 
 
 def test_compiler_that_is_missing_is_named(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_folder_that_is_not_ours_is_not_used(no_library: Path, damage: str, monk
     folder.mkdir(mode=0o700)
     if damage.startswith("written"):
         folder.chmod(0o777 if damage.endswith("all") else 0o770)
-    monkeypatch.setattr(build, "_FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build._FLAGS))
+    monkeypatch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
     if damage == "of another user":
         other = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: other)
@@ -402,12 +402,12 @@ def test_no_folder_that_can_be_written_is_an_error(no_library: Path, monkeypatch
 def test_key_depends_on_the_cpu_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = torch_private.cpp_compiler()
     assert compiler is not None
-    here = build._key(compiler)
+    here = build.library_key(compiler)
     with monkeypatch.context() as other_cpu:
-        other_cpu.setattr(build, "_cpu", lambda: "flags: sse2")
-        assert build._key(compiler) != here
+        other_cpu.setattr(build, "processor", lambda: "flags: sse2")
+        assert build.library_key(compiler) != here
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    assert build._key(compiler) != here
+    assert build.library_key(compiler) != here
 
 
 def test_bad_arguments_raise_and_write_nothing() -> None:

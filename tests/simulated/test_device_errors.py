@@ -69,7 +69,7 @@ def test_dead_device_fails_queued_jobs(simulated: SimulatedProcess, entry: str, 
 @in_simulator
 def test_lack_is_said_once_and_costs_time_alone(simulator: Simulator, lack: str) -> None:
     serve()
-    allocation._warn_once.cache_clear()
+    allocation.warn_once.cache_clear()
     case = Case("windows", steps=5)
     expected: Outcome = train(case, "cpu")
     losses = []

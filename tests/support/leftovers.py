@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ import pytest
 
 _RUN = "ZENFLOW_COMPILE_TEST_RUN"
 _FOLDERS = "zenflow-compile-tests-"
-_MANAGED = ("pytest-", "torchinductor")
-"""Beginnings of the names of files that pytest and Inductor keep until the end of a run."""
+_MANAGED = ("pytest-", "pymp-", "torchinductor")
+"""Beginnings of the names of files that pytest, multiprocessing and Inductor keep until the end of a run."""
 
 _HANG = 30.0
 """Seconds after a test's time limit, at which pytest-timeout interrupts it, until its process ends."""
@@ -67,8 +68,7 @@ class _Worker:
 class _Run:
     """In the process that the user has started."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._left: dict[str, str] = {}
         self._messages: list[str] = []
         self.worker: _Worker | None = None
@@ -93,10 +93,6 @@ class _Run:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for message in self._messages:
             terminalreporter.write_line(f"LEFT BEHIND: {message}", red=True)
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_unconfigure(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _environment(pid: int) -> dict[str, str]:
@@ -155,10 +151,12 @@ def pytest_configure(config: pytest.Config) -> None:
         _remove_dead(parent)
         folder = parent / f"{_FOLDERS}{os.getpid()}"
         folder.mkdir(mode=0o700)
+        # After multiprocessing has removed its own, which has priority -100.
+        Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
         os.environ[_RUN] = str(os.getpid())
         # Compiled graphs stay for the next run, as they do for users.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{getpass.getuser()}"))
-        config.pluginmanager.register(run := _Run(folder))
+        config.pluginmanager.register(run := _Run())
     else:
         folder = Path(os.environ["TMPDIR"]) / worker
         folder.mkdir()

@@ -71,9 +71,11 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="FLOP/s of training on measured hardware (default: those of a matrix product)",
     )
     parser.add_argument(
-        "--device-memory", type=_memory, metavar="B", help="memory of a device, as 24GB (the hardware's)"
+        "--device-memory", type=memory_bytes, metavar="B", help="memory of a device, as 24GB (the hardware's)"
     )
-    parser.add_argument("--host-memory", type=_memory, metavar="B", help="memory of a node, as 96GB (the hardware's)")
+    parser.add_argument(
+        "--host-memory", type=memory_bytes, metavar="B", help="memory of a node, as 96GB (the hardware's)"
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="devices of a node in use (all of the hardware's)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="equal nodes, connected by a network (1)")
     parser.add_argument("--tokens", type=int, default=_TOKENS, help=f"per device and step ({_TOKENS})")
@@ -115,7 +117,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _memory(text: str) -> float:
+def memory_bytes(text: str) -> float:
     """Bytes, with or without a unit."""
     size = _value(text)
     if not isinstance(size, (int, float)):

@@ -23,7 +23,7 @@ from zenflow_compile.torch_internals import torch_private
 SOURCES = Path(__file__).parent
 # No -ffast-math and no contraction: results would depend on the CPU, and on how ranges are cut. No -fopenmp: PyTorch
 # brings its own OpenMP runtime, and a process must not have two.
-_FLAGS = (
+FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-march=native"),
     *("-ffp-contract=off", "-fno-math-errno", "-w"),
 )
@@ -41,7 +41,7 @@ def load_library() -> ctypes.CDLL:
     Raises:
         BuildError: there is no compiler, it fails, or the system does not load what it made.
     """
-    path, handle = _load("host_updates.cpp", _FLAGS)
+    path, handle = _load("host_updates.cpp", FLAGS)
     return ctypes.CDLL(path, handle=handle)
 
 
@@ -66,7 +66,7 @@ def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
             "torch.compile is. Install the package g++ (apt-get install g++; dnf install gcc-c++), or set CXX to the "
             "command of a compiler"
         )
-    path = cache_folder() / f"{Path(source).stem}-{_key(compiler, flags)}.so"
+    path = cache_folder() / f"{Path(source).stem}-{library_key(compiler, flags)}.so"
     if _is_ours(path.parent, stat.S_ISDIR) and _is_ours(path, stat.S_ISREG):
         try:
             return str(path), ctypes.CDLL(str(path))._handle
@@ -78,7 +78,7 @@ def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
             raise PermissionError(0, "another user owns it or can write it, or it is a link")
         folder = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:
-        _warn_once(f"{path.parent}: {error.strerror}")
+        warn_once(f"{path.parent}: {error.strerror}")
         try:
             folder = tempfile.TemporaryDirectory()
         except OSError as unwritable:
@@ -137,15 +137,15 @@ def _run(compiler: Sequence[str], *arguments: str) -> subprocess.CompletedProces
         raise BuildError(f"{printable(shlex.join(compiler))} did not run: {printable(str(error))}") from None
 
 
-def _key(compiler: Sequence[str], flags: Sequence[str] = _FLAGS) -> str:
+def library_key(compiler: Sequence[str], flags: Sequence[str] = FLAGS) -> str:
     """A hash of all that the library depends on. Machines of one home directory may have different CPUs."""
     version = _run(compiler, "--version").stdout
-    texts = (shlex.join(compiler[1:]), version, _cpu(), " ".join(flags), torch.__version__)
+    texts = (shlex.join(compiler[1:]), version, processor(), " ".join(flags), torch.__version__)
     sources = (path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*")))
     return hashlib.sha256(b"\0".join([*(text.encode() for text in texts), *sources])).hexdigest()[:16]
 
 
-def _cpu() -> str:
+def processor() -> str:
     """What ``-march=native`` depends on."""
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     try:
@@ -156,7 +156,7 @@ def _cpu() -> str:
 
 
 @cache  # warn once per process
-def _warn_once(reason: str) -> None:
+def warn_once(reason: str) -> None:
     warnings.warn(
         f"the compiled host updates cannot be kept ({printable(reason)}): every process compiles them again, which "
         "takes seconds; set XDG_CACHE_HOME to a folder that can be written",

@@ -118,7 +118,7 @@ class EngineMemory:
             order=None if self._device.streams is None else StreamOrder(self._device.streams),
         )
         if not may_pin():
-            _warn_once(
+            warn_once(
                 "the system does not let threads choose their cores (sched_setaffinity). Training is as correct, but "
                 "host updates are slower where threads move between cores or NUMA nodes"
             )
@@ -169,7 +169,7 @@ class EngineMemory:
             arena.pin(self._device, None if warned else less_host_memory(self._options))
         flags = make_flags(len(hosts), self._device)
         if flags is None and asynchronous and hosts:
-            _warn_once(
+            warn_once(
                 f"the driver of {self._device.name} offers no stream memory operations (on CUDA: install "
                 "cuda-bindings). Training is as correct, but each forward waits on the host for updates that are late"
             )
@@ -340,5 +340,5 @@ def _fingerprint(plan: Plan, new: Sequence[ParamPlan]) -> str:
 
 
 @cache  # warn once per process: engines come and go
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=user_stacklevel())
