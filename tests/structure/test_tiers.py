@@ -59,7 +59,7 @@ def cases(count: int, *marks: pytest.MarkDecorator) -> list[Any]:
         (0.1, (), [6, 0, 0]),
         (1.0, (), [1, 5, 0]),
         (10.0, (), [0, 6, 0]),
-        (10.0, (pytest.mark.every_case,), [6, 0, 0]),
+        (10.0, (pytest.mark.tier1,), [6, 0, 0]),
         (0.1, (pytest.mark.matrix(3),), [2, 0, 4]),
         (1.0, (pytest.mark.matrix(3),), [1, 1, 4]),
         (0.1, (pytest.mark.long,), [0, 0, 6]),
@@ -76,6 +76,15 @@ def test_cases_by_tier(seconds: float, marks: tuple[pytest.MarkDecorator, ...], 
         assert [found.count(tier) for tier in (1, 2, 3)] == expected
         draws.append(found)
     assert (len(set(map(tuple, draws))) > 1) == (0 < expected[0] < 6)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+def test_marked_case_is_in_tier_1(seconds: float) -> None:
+    durations = Durations()
+    durations.update({"tests/a.py::test": seconds})
+    items = [*cases(5), Case("test[marked]", (pytest.mark.tier1.mark,), number="marked")]
+    assign(items, durations, 0)  # type: ignore[arg-type]
+    assert [item.stash[TIER] for item in items] == [2] * 5 + [1]
 
 
 def test_each_part_of_tier_3_takes_about_as_long() -> None:

@@ -104,12 +104,11 @@ def assign(items: Sequence[pytest.Item], durations: Durations, seed: int) -> Non
         if matrix and (marker := matrix[0].get_closest_marker("matrix")):
             matrix = _drawn(matrix, marker.args[0], draw)
         seconds = durations.of(cases[0].nodeid) or 0.0
-        first: Sequence[pytest.Item] = matrix
-        if not cases[0].get_closest_marker("every_case"):
-            if seconds > DEAR:
-                first = []
-            elif seconds > EACH_CASE and len(cases) > 1:
-                first = [draw.choice(matrix)] if matrix else []
+        first = [case for case in matrix if case.get_closest_marker("tier1")]
+        if seconds <= EACH_CASE or (seconds <= DEAR and len(cases) == 1):
+            first = matrix
+        elif seconds <= DEAR and matrix and not first:
+            first = [draw.choice(matrix)]
         for case in cases:
             case.stash[TIER] = 1 if case in first else 2 if case in matrix else 3
 
