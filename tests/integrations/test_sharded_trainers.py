@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -99,6 +101,17 @@ def accelerate(
     return whole(model, optimizer)
 
 
+@contextmanager
+def shared_folder(rank: int) -> Iterator[str]:
+    """A folder of all ranks, until the block ends."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    torch.distributed.broadcast_object_list(folder)
+    yield folder[0]
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
 def resumed(rank: int, options: dict[str, Any] | None, *, kind: str) -> Weights:
     """Go on from ``save_state`` in the middle of an update window, and compare with the run that saved."""
     from accelerate import Accelerator
@@ -121,15 +134,14 @@ def resumed(rank: int, options: dict[str, Any] | None, *, kind: str) -> Weights:
 
     accelerator, optimizer, model, wrapped = begin()
     train(accelerator, model, wrapped, 0, STEPS)
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    torch.distributed.broadcast_object_list(folder)
-    accelerator.save_state(folder[0])
-    train(accelerator, model, wrapped, STEPS, 2 * STEPS)
-    expected = whole(model, optimizer)
-    if isinstance(optimizer, ZenFlowAdamW):
-        optimizer.close()
-    accelerator, optimizer, model, wrapped = begin()
-    accelerator.load_state(folder[0])
+    with shared_folder(rank) as folder:
+        accelerator.save_state(folder)
+        train(accelerator, model, wrapped, STEPS, 2 * STEPS)
+        expected = whole(model, optimizer)
+        if isinstance(optimizer, ZenFlowAdamW):
+            optimizer.close()
+        accelerator, optimizer, model, wrapped = begin()
+        accelerator.load_state(folder)
     train(accelerator, model, wrapped, STEPS, 2 * STEPS)
     found = whole(model, optimizer)
     assert_bitwise(found, expected)
@@ -178,11 +190,10 @@ def hf_training(folder: str, options: dict[str, Any] | None, *, resume: bool = F
 
 def hf_trainer(rank: int, options: dict[str, Any] | None, **keywords: Any) -> Weights:
     """And go on from the middle of an update window, as the run that saved did."""
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    torch.distributed.broadcast_object_list(folder)
-    trained = hf_training(folder[0], options, **keywords)
-    assert_bitwise(hf_training(folder[0], options, resume=True), trained)
-    return trained
+    with shared_folder(rank) as folder:
+        trained = hf_training(folder, options, **keywords)
+        assert_bitwise(hf_training(folder, options, resume=True), trained)
+        return trained
 
 
 def parallelize(model: nn.Module, mesh: Any) -> nn.Module:

@@ -85,7 +85,7 @@ class _Run:
             self._messages.append(f"{test} left process {pid} ({_command(pid)}), which was killed")
             os.kill(pid, signal.SIGKILL)
         for path, test in self._left.items():
-            if os.path.lexists(path):
+            if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
                 self._messages.append(f"{test}, or another test at that time, left {path}")
         if self._messages and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
