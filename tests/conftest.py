@@ -29,7 +29,7 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tiers", default="1", help='which tests run: "1", "1,2", "2" or "all" (default: %(default)s)')
     parser.addoption("--seed", type=int, default=0, help="draws the cases of tiers 1 and 2 (default: %(default)s)")
-    parser.addoption("--part", type=int, help="the part of tier 3 that runs with tier 2 (default: by the commit)")
+    parser.addoption("--commit", type=int, help="draws what of tier 3 runs with tier 2 (default: by the commit's hash)")
     durations.add_options(parser)
 
 
@@ -54,8 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     record, tiers = tiers_of_tests.Durations.read(), _tiers(config)
     tiers_of_tests.assign(items, record, config.getoption("seed"))
     if 2 in tiers and 3 not in tiers:
-        part = config.getoption("part")
-        for item in tiers_of_tests.parts(items, record)[tiers_of_tests.part_of() if part is None else part]:
+        number = config.getoption("commit")
+        number = tiers_of_tests.number_of_commit() if number is None else number
+        for item in tiers_of_tests.drawn_by_commit(items, record, number):
             item.stash[TIER] = 2
     yield
     named = tuple(arg for arg in config.args if "::" in arg)

@@ -41,7 +41,7 @@ def test_reselection_in_the_stream_of_forwards_equals(simulated: SimulatedProces
     assert simulated.call(differing, cases, timeout=120) == []
 
 
-@pytest.mark.long
+@pytest.mark.long(1000)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("model", MODELS)

@@ -124,7 +124,7 @@ def test_flush_behind_a_step_equals_the_cpu(ranks: RankProcesses, options: str, 
     assert ranks.call(differing_of_rank, [case], timeout=200) == [[], []]
 
 
-@pytest.mark.long
+@pytest.mark.long(1000)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("habit", "entry"), [(habit, entry) for habit in HABITS for entry in entries_of(habit)])
 @pytest.mark.parametrize("model", RANK_MODELS)

@@ -39,7 +39,7 @@ def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str) -> N
     assert simulated.call(differing, [drawn], timeout=120) == []
 
 
-@pytest.mark.long
+@pytest.mark.long(1000)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("model", MODELS)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.progress import remaining
-from tests.support.tiers import LIMITS, PARTS, ROOT, START, TIER, Durations, assign, parts, wall_seconds
+from tests.support.tiers import LIMITS, PARTS, ROOT, START, TIER, Durations, assign, drawn_by_commit, wall_seconds
 
 PROCESSES = 2
 
@@ -87,13 +87,14 @@ def test_marked_case_is_in_tier_1(seconds: float) -> None:
     assert [item.stash[TIER] for item in items] == [2] * 5 + [1]
 
 
-def test_each_part_of_tier_3_takes_about_as_long() -> None:
+@pytest.mark.parametrize(("marks", "rate"), [((), PARTS), ((5,), 5)])
+def test_commits_draw_equal_parts_of_tier_3(marks: tuple[int, ...], rate: int) -> None:
     durations = Durations()
-    items = cases(100, pytest.mark.long)
+    items = cases(100, pytest.mark.long(*marks))
     assign(items, durations, 0)
-    divided = parts(items, durations)
-    assert sorted(item.nodeid for part in divided for item in part) == sorted(item.nodeid for item in items)
-    assert {len(part) for part in divided} == {100 // PARTS}
+    drawn = [[item.nodeid for item in drawn_by_commit(items, durations, 7 * rate + number)] for number in range(rate)]
+    assert sorted(nodeid for part in drawn for nodeid in part) == sorted(item.nodeid for item in items)
+    assert {len(part) for part in drawn} == {100 // rate}
 
 
 def test_outgrown_tiers_are_found() -> None:

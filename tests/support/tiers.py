@@ -5,6 +5,7 @@ CONTRIBUTING.md has the rules. Seconds are those of ``tests/structure/durations.
 
 from __future__ import annotations
 
+import heapq
 import json
 import random
 import subprocess
@@ -35,7 +36,7 @@ UNKNOWN = 1.0
 """What a test without a record counts as, in seconds."""
 
 PARTS = 10
-"""Each commit runs one of so many parts of tier 3."""
+"""Each case of tier 3 runs with tier 2 at one of so many commits."""
 
 TIER = pytest.StashKey[int]()
 
@@ -125,24 +126,36 @@ def _drawn(cases: Sequence[pytest.Item], share: int, draw: random.Random) -> lis
     return needed + others[: max(0, -(-len(cases) // share) - len(needed))]
 
 
-def parts(items: Iterable[pytest.Item], durations: Durations) -> list[list[pytest.Item]]:
-    """Divide the items of tier 3 into ``PARTS`` parts that take about equally long."""
-    seconds = {item.nodeid: durations.total([item.nodeid]) for item in items if item.stash[TIER] == 3}
-    sums = [0.0] * PARTS
-    divided: list[list[pytest.Item]] = [[] for _ in sums]
-    by_nodeid = {item.nodeid: item for item in items}
-    for nodeid in sorted(seconds, key=lambda each: (-seconds[each], each)):
-        least = sums.index(min(sums))
-        sums[least] += seconds[nodeid]
-        divided[least].append(by_nodeid[nodeid])
-    return divided
+def drawn_by_commit(items: Iterable[pytest.Item], durations: Durations, number: int) -> list[pytest.Item]:
+    """The items of tier 3 that run with tier 2 at a commit.
+
+    Args:
+        number: of the commit: one of ``PARTS`` consecutive numbers draws each item, of a test marked ``long(rate)`` one
+            of so many.
+    """
+    by_rate: dict[int, dict[str, pytest.Item]] = defaultdict(dict)
+    for item in items:
+        if item.stash[TIER] == 3:
+            marker = item.get_closest_marker("long")
+            by_rate[marker.args[0] if marker and marker.args else PARTS][item.nodeid] = item
+    drawn: list[pytest.Item] = []
+    for rate, of_rate in by_rate.items():
+        seconds = {nodeid: durations.total([nodeid]) for nodeid in of_rate}
+        # The next longest goes to the part that takes least so far: all parts take about equally long.
+        parts: list[tuple[float, int]] = [(0.0, part) for part in range(rate)]
+        for nodeid in sorted(seconds, key=lambda each: (-seconds[each], each)):
+            taken, part = parts[0]
+            heapq.heapreplace(parts, (taken + seconds[nodeid], part))
+            if part == number % rate:
+                drawn.append(of_rate[nodeid])
+    return drawn
 
 
-def part_of() -> int:
-    """The part of tier 3 that runs with tier 2 at the commit that is checked out; 0 outside a repository."""
+def number_of_commit() -> int:
+    """A number that the hash of the commit that is checked out gives; 0 outside a repository."""
     command = ["git", "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return 0
-    return int(commit, 16) % PARTS
+    return int(commit, 16)
