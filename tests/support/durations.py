@@ -32,8 +32,6 @@ class _Worker:
     def __init__(self) -> None:
         self._spent: dict[str, float] = defaultdict(float)
         self._begin = 0.0
-        callback_handler.register_start_callback(self._begin_compilation)
-        callback_handler.register_end_callback(self._end_compilation)
         sys.addaudithook(lambda event, _: self._start() if event in _STARTS else None)
 
     def _start(self) -> None:
@@ -45,6 +43,12 @@ class _Worker:
     def _end_compilation(self, _: object) -> None:
         self._spent["compilations"] += 1
         self._spent["compilation"] += time.perf_counter() - self._begin
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self) -> None:
+        callback_handler.clear()  # so does the reset of Dynamo before each test
+        callback_handler.register_start_callback(self._begin_compilation)
+        callback_handler.register_end_callback(self._end_compilation)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
