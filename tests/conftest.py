@@ -19,6 +19,7 @@ from tests.support.progress import Progress
 from tests.support.recording import RecordingEngine
 from tests.support.tiers import TIER
 from zenflow_compile.passes import fetch_parameters, offload_gradients, update_parameters
+from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.parameters import host_weights
 
@@ -76,13 +77,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector away from the million objects of imported frameworks, through which it takes a second.
-
-    Hundreds of tests call ``gc.collect()``, and so does Accelerate after each training. All that tests make comes
-    later, and is collected.
-    """
+    """Keep the garbage collector away from imported frameworks, see ``few_objects_to_collect``."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect() -> None:
+    """Keep the garbage collector away from what was imported and cached before a module's tests.
+
+    These are a million objects, through which it takes a second. Hundreds of tests call ``gc.collect()``, and so does
+    Accelerate after each training. All that tests make comes later, and is collected.
+    """
+    torch._dynamo.reset()
+    if not list(ops.live_engines()):
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:
