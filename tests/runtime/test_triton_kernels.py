@@ -34,8 +34,9 @@ else:
 on_devices = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 dims = pytest.mark.parametrize("dim", [0, 1])
-# Less than a tile, not a multiple of one, several tiles either way, more than one strip of partial sums.
-shapes = pytest.mark.parametrize("shape", [(1, 1), (70, 130), (5, 600), (600, 3)])
+# Slices and their length: less than a tile, several tiles either way and no multiple, more than one strip of partial
+# sums, many slices. The interpreter takes milliseconds for each tile.
+extents = pytest.mark.parametrize("extent", [(1, 1), (70, 66), (5, 600), (130, 3)])
 scale_places = pytest.mark.parametrize("scale_on_device", [False, True], ids=["number", "on device"])
 fractions = pytest.mark.parametrize("fraction", [0.0, 0.1, 1.0])
 COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=0.5)
@@ -74,13 +75,13 @@ def blocks_like(matrix: Tensor, dim: int, selection: Selection) -> tuple[Tensor,
 @on_devices
 @fractions
 @dims
-@shapes
+@extents
 @dtypes
-def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, fraction: float, device: str) -> None:
+def test_norms_and_split(dtype: torch.dtype, extent: tuple[int, int], dim: int, fraction: float, device: str) -> None:
     from zenflow_compile.runtime.device_updates import triton_kernels
 
-    matrix = torch.randn(shape, device=device).to(dtype)
-    selection = selection_of(shape[dim], fraction, device)
+    matrix = torch.randn(extent if dim == 0 else extent[::-1], device=device).to(dtype)
+    selection = selection_of(extent[0], fraction, device)
     expected = blocks_like(matrix, dim, selection)
     column_ops.reference_split_columns(matrix, dim, selection, *expected)
 
@@ -90,11 +91,6 @@ def test_norms_and_split(dtype: torch.dtype, shape: tuple[int, int], dim: int, f
     assert torch.equal(got[1], expected[1])
     torch.testing.assert_close(norms, column_ops.reference_column_norms(matrix, dim))
     assert torch.equal(norms, triton_kernels.column_norms(matrix, dim))
-
-    got = blocks_like(matrix, dim, selection)
-    assert torch.equal(norms, triton_kernels.norms_and_split(matrix, dim, selection, *got))
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[1], expected[1])
 
     rebuilt = torch.full_like(matrix, 9)
     triton_kernels.unsplit_columns(rebuilt, dim, selection, *got)
@@ -109,12 +105,12 @@ def test_split_in_tiles_of_any_shape(
 ) -> None:
     """Matrices that are large enough for these tiles would take the interpreter too long.
 
-    18 strips are more than are added up at a time.
+    17 strips are more than are added up at a time.
     """
     from zenflow_compile.runtime.device_updates import triton_kernels
 
     monkeypatch.setattr(triton_kernels, "_split_shape", lambda *_: split_shape)
-    test_norms_and_split(torch.bfloat16, (20, 1100) if dim == 0 else (1100, 20), dim, 0.1, device)
+    test_norms_and_split(torch.bfloat16, (10, 1030), dim, 0.1, device)
 
 
 @on_devices
@@ -236,7 +232,7 @@ def test_moments_in_fewer_bytes_have_the_same_bits(
 @dtypes
 @scale_places
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 1), (40, 130), (23, 3), (9, 1024), (12, 2500)])
+@pytest.mark.parametrize("shape", [(1, 1), (10, 130), (23, 3), (9, 1024), (9, 1100)])
 def test_quantized_slices_have_the_same_bits(
     shape: tuple[int, int], residual_dtype: torch.dtype, scale_on_device: bool, dtype: torch.dtype, device: str
 ) -> None:
@@ -306,7 +302,7 @@ def test_empty_blocks_are_left_alone(device: str) -> None:
 def test_results_are_reproducible(dim: int, device: str) -> None:
     from zenflow_compile.runtime.device_updates import triton_kernels
 
-    size = 1500 if device == "cuda" else 200
+    size = 1500 if device == "cuda" else 70
     matrix = torch.randn(size, size, device=device).bfloat16()
     selection = selection_of(size, 0.2, device)
 
