@@ -26,7 +26,7 @@ from zenflow_compile.options.options import Options
 
 pytestmark = pytest.mark.timeout(120)
 
-WIDTH = 512
+WIDTH = 160
 STEPS = 4
 CLOSE = 1e-6  # of AdamW's weights; a step that is missing shows as 1e-3, the learning rate
 ADAM: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
@@ -408,8 +408,8 @@ def test_cast_of_a_module_with_two_optimizers() -> None:
     for options in ({"overlap_step": True}, {"overlap_step": False}):
         torch._dynamo.reset()
         torch.manual_seed(2)
-        model = nn.Bilinear(WIDTH, WIDTH, WIDTH)
-        model.second = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        model = nn.Bilinear(WIDTH, WIDTH, 32)
+        model.second = nn.Parameter(torch.randn(32, WIDTH))
         optimizers = [ZenFlowAdamW([param], **{**EXACT, **options}) for param in (model.weight, model.second)]
         call = torch.compile(lambda x, model=model: model(x, x) @ model.second, **EAGER_BACKEND)
         for step in range(2):
