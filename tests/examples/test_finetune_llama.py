@@ -43,9 +43,9 @@ def test_zero_offload_is_adamw(repeating_text: Text) -> None:
 
 # Weights in host memory.
 
-LIMIT = 12_500_000
+LIMIT = 6_350_000
 LARGER = FineTuneConfig(
-    steps=6, batch=1, context=8, width=192, layers=26, policy="zero_offload", inner="eager", device_memory=LIMIT
+    steps=6, batch=1, context=8, width=192, layers=13, policy="zero_offload", inner="eager", device_memory=LIMIT
 )
 SMALL = ["--steps", "4", "--batch", "1", "--context", "8", "--width", "64", "--layers", "1", "--inner", "eager"]
 

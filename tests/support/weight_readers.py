@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -109,6 +110,26 @@ READERS: dict[str, Callable[[Parameter], Any]] = {
     "pruning": lambda weight: prune.L1Unstructured(0.5).prune(weight),
     "process": lambda weight: ForkingPickler.dumps(weight),
 }
+
+
+def use_readers(weight: Parameter, expected: str) -> int:
+    """Use all of ``READERS``, and return how many had the expected outcome; print the others.
+
+    Call it in a child: readers that are not refused change the weight.
+    """
+    count = 0
+    for name in sorted(READERS, key=lambda name: "resized" in name):  # the last one takes the memory away
+        try:
+            READERS[name](weight)
+            told = "returned"
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+        weight.grad = None
+        if re.match(expected, told):
+            count += 1
+        else:
+            os.write(2, f"{name}: {told}\n".encode())
+    return count
 
 
 def read_all(model: nn.Module, optimizer: Any) -> tuple[list[Tensor], int]:
