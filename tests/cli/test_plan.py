@@ -196,7 +196,7 @@ def test_weights_cross_once_per_micro_batch(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    params = ["plan", "--params", "3e9", "--hardware", "rtx-4090", "--tokens", "1024", "--recompute"]
+    params = ["plan", "--params", "1.2e9", "--hardware", "rtx-4090", "--tokens", "1024", "--recompute"]
     arguments = [*params, "--device-share", "0", "--offload-weights", text]
     accumulating = [*arguments, "--gradient-accumulation-steps", "2"]
     one, two = answer(arguments, capsys), answer(accumulating, capsys)

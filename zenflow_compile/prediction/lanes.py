@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from typing import NamedTuple
 
 from zenflow_compile.performance.hardware import HOST_PASS_BYTES, Hardware
 from zenflow_compile.planning.plan import STREAM_BUFFERS, UPLOAD_RING
@@ -70,27 +72,25 @@ class Clock:
         running = self._running
         if not running:
             return False
-        speeds = self._speeds()
-        passed = min([span.seconds / speed for span, speed in zip(running.values(), speeds, strict=True)])
+        spans, speeds = running.values(), self._speeds() or repeat(1.0)
+        passed = min([span.seconds / speed for span, speed in zip(spans, speeds, strict=False)])
         self.now += passed
-        ended = []
-        for (lane, span), speed in zip(running.items(), speeds, strict=True):
+        for span, speed in zip(spans, speeds, strict=False):
             span.seconds -= passed * speed
-            if span.seconds <= _ZERO_S:
-                ended.append(lane)
+        ended = [lane for lane, span in running.items() if span.seconds <= _ZERO_S]
         for span in [running.pop(lane) for lane in ended]:
             span.done()
         return True
 
     def _speeds(self) -> list[float]:
-        """The share of its full speed at which each span runs."""
+        """The share of its full speed at which each span runs; empty if all run at full speed."""
         spans = self._running.values()
         asked = busy = 0.0
         for span in spans:
             asked += span.host_rate
             busy += span.cores
         if asked <= self._host_bandwidth and busy <= self._cores:
-            return [1.0] * len(spans)
+            return []
         memory = self._host_bandwidth / asked if asked > self._host_bandwidth else 1.0
         cores = self._cores / busy if busy > self._cores else 1.0
         return [min(memory if span.host_rate else 1.0, cores if span.cores else 1.0) for span in spans]
@@ -103,8 +103,7 @@ COPY_TOUCHES = 3  # of a copy within host memory: read, written, and fetched bef
 CHECKSUM_RATE = 5e9  # bytes per second and core of the checksums of state in files (measured on an EPYC: 4.9e9)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """An event in seconds; ``step`` and ``param`` as in ``Event``."""
 
     lane: str
