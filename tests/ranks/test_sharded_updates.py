@@ -6,7 +6,6 @@ import io
 import re
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -340,12 +339,10 @@ def with_broken_host(rank: int) -> None:
 
 
 def test_failed_update_of_shards_raises_on_all(two_ranks: RankProcesses) -> None:
-    begin = time.monotonic()
     other, own = two_ranks.outcomes(with_broken_host, timeout=60)
     assert isinstance(own, RuntimeError)
     assert "the memory of the host is broken" in "".join(traceback.format_exception(own))
-    assert isinstance(other, Exception)
-    assert time.monotonic() - begin < 20
+    assert isinstance(other, RuntimeError)  # no TimeoutError of the call
 
 
 def test_sharded_runs_are_as_exact_as_before(two_ranks: RankProcesses) -> None:

@@ -25,8 +25,9 @@ from tests.simulated import inductor
 from tests.simulated.accelerator import serve
 from tests.simulated.collectives import group_of_all, streams_of_groups
 from tests.simulated.held_jobs import HeldJobs
-from tests.simulated.simulator import PATTERNS, Simulator, load_simulator
+from tests.simulated.simulator import PATTERNS, Delays, Simulator, load_simulator
 from tests.simulated.streams import Stream
+from tests.simulated.waits_at_rest import WaitsAtRest
 from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
 from tests.support.weight_readers import read_all
 from zenflow_compile import ZenFlowAdamW
@@ -114,6 +115,13 @@ HELD = {"updates held": HeldJobs(("host_update", "state"), steps=2), "writes hel
 LATE_COLLECTIVES = "collectives late"
 """A delay pattern of several ranks: of the streams of their groups."""
 
+LAST = {
+    "compute last": Delays(default=1.0),
+    "others last": Delays(others=1.0),
+    **dict.fromkeys(("D2H last", "H2D last", "jobs last", "collectives last"), Delays()),
+}
+"""The same delay patterns without chance: what is late runs only if the host waits for it, see ``WaitsAtRest``."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -124,7 +132,7 @@ class Case:
         model: a key of ``MODELS``, or "wide".
         entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
         habit: one of ``HABITS``, "flush", or "weights read": all of them directly, after each step.
-        delays: a key of the simulator's ``PATTERNS``, or of ``HELD``, or one of ``LATE``.
+        delays: a key of the simulator's ``PATTERNS``, or of ``HELD`` or ``LAST``, or one of ``LATE``.
         values: whether the device has stream values.
         limit: of the launch queue; 0: any length.
         in_order: the device runs everything at once, in the order of the launches.
@@ -385,20 +393,26 @@ class LateInput:
     wait_on_device = settle = wait
 
 
+def lateness(case: Case) -> float:
+    """Probability with which what is late is passed over."""
+    return 1.0 if case.delays in LAST else 0.997
+
+
 @contextmanager
-def late_jobs(simulator: Simulator) -> Iterator[None]:
+def late_jobs(simulator: Simulator, case: Case) -> Iterator[None]:
     """Make every job late, by one more input."""
     device = device_of(simulator.device)
     streams = device.streams
     assert streams is not None
     late = [streams.acquire(urgent=False) for _ in range(4)]  # so that a job may be ready before an earlier one
     for stream in late:
-        simulator.delay(stream, 0.997)
+        simulator.delay(stream, lateness(case))
+    chance = random.Random(case.seed)
     flags, values = HostFlags(len(late), device), [itertools.count(1) for _ in late]
     init = Job.__init__
 
     def with_late_input(job: Job, parts: Any, inputs: Any, *arguments: Any, **keywords: Any) -> None:
-        number = random.randrange(len(late))
+        number = chance.randrange(len(late))
         flag = Flag(flags, number, next(values[number]))
         flag.write_from(streams, late[number])
         init(job, parts, [*inputs, LateInput(flag)], *arguments, **keywords)
@@ -418,7 +432,7 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
     simulator = load_simulator()
     serve()
     if on == "sim":
-        pattern = case.delays if case.delays in PATTERNS else "none"
+        pattern = {**PATTERNS, **LAST}.get(case.delays, PATTERNS["none"])
         simulator.configure(
             seed=case.seed, delays=pattern, stream_values=case.values, limit=case.limit, in_order=case.in_order
         )
@@ -430,8 +444,10 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
             inductor.register_backend()
             stack.enter_context(torch._inductor.config.patch(inductor.OPTIONS))
         stack.enter_context(hazard())
-        if case.delays == "jobs late" and on == "sim":
-            stack.enter_context(late_jobs(simulator))
+        if case.delays in LAST and on == "sim":
+            stack.enter_context(WaitsAtRest(simulator).in_force())
+        if case.delays in ("jobs late", "jobs last") and on == "sim":
+            stack.enter_context(late_jobs(simulator, case))
         if on == "sim" and case.delays in HELD:
             stack.enter_context(HELD[case.delays].held())
         return _run(case, torch.device("cpu") if on == "cpu" else simulator.device, simulator)
@@ -443,14 +459,13 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
     held = None if device.type == "cpu" else HELD.get(case.delays)
     try:
         for step in range(case.steps):
-            if step == 1 and device.type != "cpu" and loop.optimizer is not None and case.delays in LATE:
+            if step == 1 and device.type != "cpu" and loop.optimizer is not None and case.delays[:3] in ("D2H", "H2D"):
                 transport = loop.optimizer.engine.registry.transport
-                lanes = {"D2H late": transport.to_host, "H2D late": transport.to_device}
-                if (lane := lanes.get(case.delays)) is not None:
-                    simulator.delay(lane.stream, 0.997)
-            if step == 1 and case.delays == LATE_COLLECTIVES:
+                lane = transport.to_host if case.delays[:3] == "D2H" else transport.to_device
+                simulator.delay(lane.stream, lateness(case))
+            if step == 1 and case.delays in (LATE_COLLECTIVES, "collectives last"):
                 for stream in streams_of_groups():
-                    simulator.delay(stream, 0.997)
+                    simulator.delay(stream, lateness(case))
             if held is not None:
                 held.begin_step(step)
             simulator.reset_counts()

@@ -24,6 +24,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 
 BACKEND = "simulated"
+THREAD = "simulated collectives"
 _STREAMS: list[Stream] = []
 _SENT, _COME = 0, 1  # counters of a group
 
@@ -80,7 +81,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._flags = HostFlags(2, device_of(load_simulator().device))
         self._number = 0
         self._queue: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="simulated collectives", daemon=True).start()
+        threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
 
     def all_gather_single(self, out: Tensor, block: Tensor, opts: Any = None) -> _Work:
         return self._start(block, out, lambda rows: rows)

@@ -21,16 +21,16 @@ class HeldInput:
     error = None
 
     def __init__(self) -> None:
-        self._word = ctypes.c_uint32(0)
+        self.word = ctypes.c_uint32(0)
 
     def arrive(self) -> None:
-        self._word.value = 1
+        self.word.value = 1
 
     def gate(self) -> Gate:
-        return Gate(ctypes.addressof(self._word), 1, COUNTER, self._word)
+        return Gate(ctypes.addressof(self.word), 1, COUNTER, self.word)
 
     def done(self) -> bool:
-        return bool(self._word.value)
+        return bool(self.word.value)
 
     def wait(self) -> None:
         assert self.done()  # jobs wait for inputs that have arrived

@@ -14,11 +14,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.simulated.cases import LATE_COLLECTIVES, Case
-
-SEEDS = range(8)
-"""Every hazard shows under one of these."""
-
+from tests.simulated.cases import Case, differing, on_cpu, train
+from tests.simulated.process import SimulatedCrash, SimulatedProcess
+from zenflow_compile.runtime.nvme.state_file import StateFileError
 
 Change = tuple[str, str, str]
 """``module:function`` below ``zenflow_compile.runtime``, a piece of its source, and what stands there instead."""
@@ -30,7 +28,7 @@ class Mutant:
 
     Attributes:
         changes: made together.
-        shown_by: differs from the run on the CPU, or fails, for at least one of ``SEEDS`` seeds.
+        shown_by: differs from the run on the CPU, or fails, in every run: its delays force the order.
     """
 
     changes: tuple[Change, ...]
@@ -83,57 +81,57 @@ PENDING = "gradients.pending_gradient:PendingGradient."
 
 MUTANTS = {
     "copy before the gradient is split": without(
-        LANE, "stream.wait_stream(streams.current())", Case("windows", delays="compute late")
+        LANE, "stream.wait_stream(streams.current())", Case("windows", delays="compute last")
     ),
     "upload before its job": without(
-        LANE, "after.flag.wait_on(streams, stream)", Case("exact", delays="jobs late")
+        LANE, "after.flag.wait_on(streams, stream)", Case("exact", delays="jobs last")
     ),
     "state in before it is written back": without(
-        LANE, "behind.wait_on_device()  # the current", Case("streamed", delays="D2H late"), "pass  #"
+        LANE, "behind.wait_on_device()  # the current", Case("streamed", delays="D2H last"), "pass  #"
     ),
     "flag before its copy": Mutant(
         ((LANE, "with streams.use(stream):", "early = self._raise_flag()\n    with streams.use(stream):"),
          (LANE, "(target, source), self._raise_flag())", "(target, source), early)")),
-        Case("exact", delays="D2H late"),
+        Case("exact", delays="D2H last"),
     ),
     "flag of the copy before": without(
-        "device.stream_lane:StreamLane._raise_flag", "return flag", Case("exact", delays="D2H late"),
+        "device.stream_lane:StreamLane._raise_flag", "return flag", Case("exact", delays="D2H last"),
         "return Flag(self._flags, 0, self._copies - 1)",
     ),
     "flag of a job before it has run": without(
-        HOST + "flush_window", "window = FlushedWindow(job,", Case("exact", delays="jobs late"),
+        HOST + "flush_window", "window = FlushedWindow(job,", Case("exact", delays="jobs last"),
         "window = (job.flag and job.flag.raise_it()) or FlushedWindow(job,",
     ),
     "upload over one that is being merged": without(
-        LANE, "stream.wait_stream(streams.current())", Case("exact", model="gpt", delays="compute late"),
+        LANE, "stream.wait_stream(streams.current())", Case("exact", model="gpt", delays="compute last"),
         "stream.wait_stream(streams.current()) if self._name == 'D2H' else None",
     ),
     "block released while it is copied": Mutant(
         (("device.stream_lane:StreamTicket.__init__", "self._tensors = tensors", "self._tensors = None"),
          (PENDING + "sent", "self._sent = block, ticket", "pass")),
-        Case("int8", delays="D2H late"),
+        Case("int8", delays="D2H last"),
     ),
     "sum released while it is copied": Mutant(
         (("device.stream_lane:StreamTicket.__init__", "self._tensors = tensors", "self._tensors = None"),
          (PENDING + "sent", "self._sent = block, ticket", "pass")),
-        Case("summed", model="gpt", delays="D2H late"),
+        Case("summed", model="gpt", delays="D2H last"),
     ),
     "split into a buffer that is being copied": without(
-        PARAM + "IncomingGradient._split", "self._wait_on_device(reader)", Case("exact", delays="D2H late")
+        PARAM + "IncomingGradient._split", "self._wait_on_device(reader)", Case("exact", delays="D2H last")
     ),
     "ring buffer without its reader": without(
         PARAM + "IncomingGradient.copy_to_host", "staged.read_by = copy, None, False, copy[1]",
-        Case("exact", delays="D2H late"), "staged.read_by = copy, None, False, None",
+        Case("exact", delays="D2H last"), "staged.read_by = copy, None, False, None",
     ),
     "read of a gradient before its copy": without(
-        PARAM + "IncomingGradient._assemble", "ticket.wait()", Case("windows", habit="reads", delays="D2H late")
+        PARAM + "IncomingGradient._assemble", "ticket.wait()", Case("windows", habit="reads", delays="D2H last")
     ),
     "merge before the upload": without(
-        PARAM + "OffloadedParam.apply_next", "self._wait_on_device(upload.ticket)", Case("exact", delays="H2D late")
+        PARAM + "OffloadedParam.apply_next", "self._wait_on_device(upload.ticket)", Case("exact", delays="H2D last")
     ),
     "job before its gradients": without(
         HOST + "flush_window", "[buffer.copied for buffer in buffers if not buffer.copied.done()]",
-        Case("windows", delays="D2H late"), "[]",
+        Case("windows", delays="D2H last"), "[]",
     ),
     "job before the one ahead of it": without(
         HOST + "prepare", "before = self.unfinished_job",
@@ -141,14 +139,14 @@ MUTANTS = {
     ),
     "gradient over an update that no forward has read": without(
         PARAM + "IncomingGradient._send", "update.leave_buffer()",
-        Case("windows", "experts", delays="jobs late", values=False),
+        Case("windows", "experts", delays="jobs last", values=False),
     ),
     "gradient over an upload that is being copied": without(
-        LANE, "copy.wait_on_device()", Case("windows", "experts", delays="H2D late")
+        LANE, "copy.wait_on_device()", Case("windows", "experts", delays="H2D last")
     ),
     "one upload buffer for two windows": without(
         HOST + "next_upload", "(self._next_upload + 1) % len(self.uploads)",
-        Case("late every step", delays="H2D late"), "0",
+        Case("bytes late every step", "wide", delays="H2D last"), "0",
     ),
     "window cleared before its jobs": without(
         HOST + "clear_windows", "job.settle()",
@@ -160,51 +158,51 @@ MUTANTS = {
         Case("late every step", habit="reload", delays="updates held"), "",
     ),
     "streamed update before its state": without(
-        STREAMED + "_update", "ticket.wait_on_device()", Case("streamed", model="gpt", delays="H2D late")
+        STREAMED + "_update", "ticket.wait_on_device()", Case("streamed", model="gpt", delays="H2D last")
     ),
     "state in over one that is written back": without(
         STREAMED + "_load", "behind=_last(buffer.write_back, subgroup.write_back)",
-        Case("streamed in parts", delays="D2H late"), "behind=None",
+        Case("streamed in parts", delays="D2H last"), "behind=None",
     ),
     "exchanged rows before their job": without(
-        EXCHANGE + "_start_upload", "after=chunk.job", Case("reselect often", delays="jobs late"), "after=None"
+        EXCHANGE + "_start_upload", "after=chunk.job", Case("reselect often", delays="jobs last"), "after=None"
     ),
     "state before its exchanged rows": without(
-        EXCHANGE + "_finish_oldest", "chunk.ticket.wait_on_device()", Case("reselect often", delays="H2D late")
+        EXCHANGE + "_finish_oldest", "chunk.ticket.wait_on_device()", Case("reselect often", delays="H2D last")
     ),
     "step before the exchange": without(
-        "step_runner:StepRunner._update_slices", "exchange.finish()", Case("reselect often", delays="H2D late")
+        "step_runner:StepRunner._update_slices", "exchange.finish()", Case("reselect often", delays="H2D last")
     ),
     "exchange before the rows are on the host": without(
-        EXCHANGE + "_send", "swap, inputs, needs", Case("reselect often", delays="D2H late"), "swap, (), needs",
+        EXCHANGE + "_send", "swap, inputs, needs", Case("reselect often", delays="D2H last"), "swap, (), needs",
     ),
     "file read into memory that is used": without(
-        "nvme.cache:NvmeCache._transfer", "(*place.unsettled(), *chunk.transfers)", Case("files", delays="jobs late"),
+        "nvme.cache:NvmeCache._transfer", "(*place.unsettled(), *chunk.transfers)", Case("files", delays="jobs last"),
         "chunk.transfers",
     ),
     "job before its state is read": Mutant(
         (("nvme.cache:NvmeCache._bring", "[place.read]", "[]"),
          ("nvme.cache:NvmeCache._bring", "tuple(place.unsettled())", "()")),
-        Case("files", delays="jobs late"),
+        Case("files", delays="jobs last"),
     ),
     "job before its factor": Mutant(
         (("device.number:Number.__float__", "copy.wait()", "pass"),
          (HOST + "flush_window", "inputs += [copy for copy in scale.copies if not copy.done()]", "pass")),
-        Case("exact", habit="clip", delays="D2H late"),
+        Case("exact", habit="clip", delays="D2H last"),
     ),
     # Either wait is enough: the copy of the numbers is part of the step before last.
     "numbers read before their copy": Mutant(
         (("device.readback:Reading.values", 'self._device.wait_for(event, "scheduling inputs")', "pass"),
          ("step.optimizer_step:RunAhead.begin_step", "self._device.wait_for(end, STEP_BEFORE_LAST)", "pass")),
-        Case("auto windows", delays="compute late"),
+        Case("auto windows", delays="compute last"),
     ),
     "calls on two streams": without(
         "parameters.transport:StreamOrder.follow", "current.wait_stream(last)",
-        Case("exact", model="matrices", habit="side stream", delays="others late"),
+        Case("exact", model="matrices", habit="side stream", delays="others last"),
     ),
     "weight read before its update": without(
         "step_runner:StepRunner.end_update", "self.uploads.refuse_stale_reads(self.step)",
-        Case("exact", habit="weights read", delays="jobs late"),
+        Case("exact", habit="weights read", delays="jobs last"),
     ),
 }  # fmt: skip
 
@@ -212,31 +210,31 @@ WEIGHT = "parameters.host_weight:HostWeight."
 CACHE = "nvme.cache:NvmeCache."
 WEIGHT_MUTANTS = {
     "load before its copy": without(
-        WEIGHT + "_fill", "staged.ticket.wait_on_device()", Case("weights exact", delays="H2D late")
+        WEIGHT + "_fill", "staged.ticket.wait_on_device()", Case("weights exact", delays="H2D last")
     ),
     "copy of a weight before its job": without(
-        WEIGHT + "stage", "after=job", Case("weights exact", delays="jobs late"), "after=None"
+        WEIGHT + "stage", "after=job", Case("weights exact", delays="jobs last"), "after=None"
     ),
     "memory freed while it is written back": without(
-        WEIGHT + "unload", "self._written_back.wait_on_device()", Case("weights resident", delays="D2H late")
+        WEIGHT + "unload", "self._written_back.wait_on_device()", Case("weights resident", delays="D2H last")
     ),
     "load before the masters of new slices": without(
-        WEIGHT + "_fill", "exchange.finish()", Case("weights reselect often", delays="H2D late")
+        WEIGHT + "_fill", "exchange.finish()", Case("weights reselect often", delays="H2D last")
     ),
     "copy of a weight before the rows of an exchange": without(
         PARAM + "OffloadedParam._reselect", "self.host.upload_writer = self.host.last_job",
-        Case("weights reselect often", delays="jobs late"),
+        Case("weights reselect often", delays="jobs last"),
     ),
     "copy of a weight before it is read": without(
-        CACHE + "bring", "return place.writer", Case("weights in files", delays="jobs late"), "return None"
+        CACHE + "bring", "return place.writer", Case("weights in files", delays="jobs last"), "return None"
     ),
     "read over a weight that is being copied": without(
-        CACHE + "read_by", "chunk.place.users.append(copy)", Case("weights in files", delays="H2D late")
+        CACHE + "read_by", "chunk.place.users.append(copy)", Case("weights in files", delays="H2D last")
     ),
     "weight written to its file before its job": Mutant(
         ((CACHE + "used_by", "place.users.append(job)", "pass"),
          (CACHE + "_write", "(place.read, chunk.changed_by)", "(place.read,)")),
-        Case("weights in files", delays="jobs late"),
+        Case("weights in files", delays="jobs last"),
     ),
     "update over a weight that is being written": without(
         CACHE + "prepare_fresh", "tuple(place.unsettled())", Case("weights in files", delays="writes held"), "()"
@@ -247,39 +245,67 @@ WEIGHT_MUTANTS = {
 MEMORY = "parameters.given_back_memory:DeviceMemory."
 MEMORY_MUTANTS = {
     "memory given back before it is copied": without(
-        MEMORY + "offload", "copy.wait()", Case("windows", habit="offload all", delays="D2H late")
+        MEMORY + "offload", "copy.wait()", Case("windows", habit="offload all", delays="D2H last")
     ),
     "values used before they are back": without(
         MEMORY + "bring_back", "copy.wait_on_device()",
-        Case("windows", habit="offload all", delays="H2D late", steps=4),
+        Case("windows", habit="offload all", delays="H2D last", steps=4),
     ),
     "updates under way": without(
         "optimizer_runtime:OptimizerRuntime.offload_all", "self.synchronize()",
-        Case("late every step", habit="offload all", delays="jobs late"),
+        Case("late every step", habit="offload all", delays="jobs last"),
     ),
 }  # fmt: skip
 """Hazards of memory that is given back."""
+
+_OF_ONE_RANK = {**MUTANTS, **WEIGHT_MUTANTS, **MEMORY_MUTANTS}
+
+
+def is_found(simulated: SimulatedProcess, name: str) -> bool:
+    """Whether the run with the hazard differs from the CPU's, or fails, and the one without it does not."""
+    try:
+        found = simulated.call(_shows, name)
+    except SimulatedCrash:  # by an index that it read too early, which not every kernel checks
+        found = True
+    return found and simulated.call(differing, [_OF_ONE_RANK[name].shown_by]) == []
+
+
+def _shows(name: str) -> bool:
+    """Whether the run with the hazard differs from the CPU, or fails by what it has read too early."""
+    mutant = _OF_ONE_RANK[name]
+    try:
+        return not train(mutant.shown_by, hazard=mutant.active).equals(on_cpu(mutant.shown_by))
+    except (RuntimeError, IndexError, AssertionError) as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, (IndexError, StateFileError, AssertionError)):
+            if "simulated device error" in str(reason):  # of an index
+                return True
+            reason = reason.__cause__ or reason.__context__
+        if reason is None:
+            raise
+        return True
+
 
 GATHER = "step.weight_gather:WeightGather."
 RANK_MUTANTS = {
     "weights before the other ranks' slices": without(
         PARAM + "OffloadedParam.receive_weights", "streams.current().wait_event(event)",
-        Case("exact", delays=LATE_COLLECTIVES, ranks=2),
+        Case("exact", delays="collectives last", ranks=2),
     ),
     "slices sent before the step": without(
         GATHER + "_on_stream", "self.stream.wait_stream(self._streams.current())",
-        Case("exact", "matrices", delays="compute late", ranks=2),
+        Case("exact", "matrices", delays="compute last", ranks=2),
     ),
     "collective read before it is done": without(
-        "ranks.rank_group:RankGroup._wait", "work.wait()", Case("exact", "matrices", delays=LATE_COLLECTIVES, ranks=2)
+        "ranks.rank_group:RankGroup._wait", "work.wait()", Case("exact", "matrices", delays="collectives last", ranks=2)
     ),
     "flush before the weights of the step": without(
         "step.rank_calls:RankCalls.ending", "self.weight_gather.wait()",
-        Case("windows", "gpt", habit="flush", delays=LATE_COLLECTIVES, ranks=2),
+        Case("windows", "gpt", habit="flush", delays="collectives last", ranks=2),
     ),
     "selection reused while it is read": without(
         PARAM + "OffloadedParam._reselect", "self._kept = wanted, before",
-        Case("reselect often", "gpt", delays="H2D late", ranks=2), "self._kept = None",
+        Case("reselect often", "matrices", delays="others last", ranks=2), "self._kept = None",
     ),
 }  # fmt: skip
 """Hazards that runs of two ranks show."""

@@ -50,12 +50,21 @@ class SimulatedProcess:
         self._connection: Connection
         self._folder: Path
 
-    def call(self, function: Callable[..., _T], /, *arguments: Any, timeout: float = 60, **keywords: Any) -> _T:
+    def call(
+        self,
+        function: Callable[..., _T],
+        /,
+        *arguments: Any,
+        timeout: float = 60,
+        stuck: str | None = None,
+        **keywords: Any,
+    ) -> _T:
         """Return ``function(*arguments, **keywords)`` of the child. The device is configured anew before it.
 
         Args:
             function: of a module that the child can import.
             timeout: seconds, without the start of the child.
+            stuck: text of the device's queues in a state that it never leaves: seen two times, it is a hang.
 
         Raises:
             SimulatedHang: the function did not return in time. The child was killed.
@@ -67,7 +76,7 @@ class SimulatedProcess:
             self._start()
         try:
             self._connection.send_bytes(request)
-            if not self._connection.poll(timeout):
+            if not self._answers(timeout, stuck):
                 text = self._diagnose()
                 self._kill()
                 raise SimulatedHang(f"{function.__qualname__} did not return within {timeout:g} s\n{text}")
@@ -82,6 +91,14 @@ class SimulatedProcess:
             raise answer
         result: _T = answer
         return result
+
+    def _answers(self, timeout: float, stuck: str | None) -> bool:
+        deadline, seen = time.monotonic() + timeout, 0
+        while seen < 2 and (left := deadline - time.monotonic()) > 0:
+            if self._connection.poll(left if stuck is None else 1):
+                return True
+            seen = seen + 1 if stuck is not None and stuck in self._diagnose() else 0
+        return False
 
     def close(self) -> int | None:
         """End the child as a program ends: its exit code, or None if there was no child."""
@@ -120,8 +137,9 @@ class SimulatedProcess:
         """All stacks of the child and the device's queues, whatever its threads hold."""
         assert self._process is not None
         assert self._process.pid is not None
+        (self._folder / "dump").unlink(missing_ok=True)
         os.kill(self._process.pid, _DIAGNOSIS)
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline and not self._read("dump"):
             time.sleep(0.05)
         return f"{self._read('stacks')}\n{self._read('dump')}"

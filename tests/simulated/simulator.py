@@ -25,9 +25,10 @@ __all__ = ["Delays", "Event", "Simulator", "Stream", "load_simulator"]
 
 @dataclass(frozen=True)
 class Delays:
-    """How often a stream is passed over although it could run: probabilities below 1.
+    """How often a stream is passed over although it could run: probabilities.
 
-    A stream that is late still runs at full speed while it is the only one that can run and a host thread blocks.
+    A stream that is late still runs at full speed while it is the only one that can run and a host thread blocks. With
+    1, it runs at no other time.
 
     Attributes:
         default: of the default stream.
@@ -40,7 +41,7 @@ class Delays:
     by_order: Mapping[int, float] = field(default_factory=dict)
 
 
-PATTERNS = {
+PATTERNS: dict[str, Delays] = {
     "none": Delays(),
     "random": Delays(default=0.5, others=0.5),
     "compute late": Delays(default=0.95),
@@ -107,6 +108,16 @@ class Simulator:
     def delay(self, stream: torch.Stream, late: float) -> None:
         """Pass over ``stream`` with this probability from now on."""
         library().call("set_late", stream.stream_id, late)
+
+    def run_others(self) -> None:
+        """Block until no stream can run, but those that are late with probability 1."""
+        library().call("run_others")
+
+    def run_last(self) -> bool:
+        """Run one item of a stream that is late with probability 1, if there is one, and all others that can run."""
+        ran = ctypes.c_int()
+        library().call("run_last", ctypes.byref(ran))
+        return bool(ran.value)
 
     def counts(self) -> dict[str, int]:
         """How often the host waited for the device, by reason.
@@ -179,6 +190,10 @@ class Simulator:
             hold_gil: keep the GIL while the call blocks on a full queue, as launches in Inductor's code do.
         """
         (library_with_gil() if hold_gil else library()).call("launch_noop", stream.stream_id)
+
+    def write_when_full(self, word: ctypes.c_uint32) -> None:
+        """Write 1 to ``word``, which the caller keeps, as soon as a launch blocks on the full queue."""
+        library().ask("write_when_full", word)
 
     def free_bytes(self) -> int:
         """Device memory that no tensor has."""

@@ -46,6 +46,12 @@ def _in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[B
     return thread, ended
 
 
+def _wait_for(simulator: Simulator, state: str) -> None:
+    """Wait until other threads have brought the device's queues into a state."""
+    while state not in simulator.dump():
+        time.sleep(0.001)
+
+
 def _launch_many(values: Tensor) -> None:
     for _ in range(40):
         values.add_(1)
@@ -62,15 +68,10 @@ def test_full_queue_blocks_until_there_is_room(simulator: Simulator) -> None:
             _launch_many(values)
 
     thread, ended = _in_thread(launch)
-    end = time.monotonic() + 20
-    while "16 queued entries of 16" not in simulator.dump():  # the launches are another thread's
-        assert not ended
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    time.sleep(0.1)
+    _wait_for(simulator, "16 queued entries of 16, 1 blocked")
     assert not ended
     flag.rise()
-    thread.join(10)
+    thread.join()
     assert ended == [None]
     stream.synchronize()
     assert values.cpu().eq(40).all()
@@ -83,7 +84,7 @@ def _fill_queue(hold_gil: bool) -> bool:
     flag = Flag(simulator)
     stream = Stream()
     flag.hold(stream)
-    _in_thread(lambda: (time.sleep(0.3), flag.rise()))
+    _in_thread(lambda: (_wait_for(simulator, "8 queued entries of 8"), flag.rise()))
     for _ in range(20):
         simulator.launch_noop(stream, hold_gil=hold_gil)
     stream.synchronize()
@@ -96,7 +97,7 @@ def test_launch_without_gil_lets_others_run(simulated: SimulatedProcess) -> None
 
 def test_launch_with_gil_hangs_the_process(simulated: SimulatedProcess) -> None:
     with pytest.raises(SimulatedHang) as hang:
-        simulated.call(_fill_queue, True, timeout=3)
+        simulated.call(_fill_queue, True, stuck="8 queued entries of 8, 1 blocked")
     text = str(hang.value)
     assert "launch_noop" in text
     assert "8 queued entries of 8" in text
@@ -125,11 +126,11 @@ def test_death_wakes_all_waiters(simulator: Simulator) -> None:
             lambda: _launch_in(stream, values),
         )
     ]
-    time.sleep(0.3)
+    _wait_for(simulator, "4 blocked")
     assert not any(ended for _, ended in waits)
     simulator.die("ECC error")
     for thread, ended in waits:
-        thread.join(10)
+        thread.join()
         assert "simulated device error: ECC error" in str(ended[0])
     flag.rise()
     for use in (stream.query, event.query, values.cpu, lambda: values + 1, lambda: torch.zeros(1, device="sim")):
@@ -151,7 +152,7 @@ def test_dropped_items_write_nothing(simulator: Simulator) -> None:
     simulator.write_value(stream, word.data_ptr(), 1)
     simulator.die()
     flag.rise()
-    time.sleep(0.1)
+    simulator.configure()
     assert host.eq(0).all()
     assert word.item() == 0
 

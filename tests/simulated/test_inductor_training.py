@@ -34,11 +34,11 @@ def differing(options: str, model: str) -> list[str]:
 
 
 def shown(name: str) -> bool:
-    """Whether one of a few seeds shows the hazard; runs in the child process."""
+    """Whether the run shows the hazard; runs in the child process."""
     mutant = MUTANTS[name]
     case = replace(mutant.shown_by, entry="inductor")
     expected = train(replace(case, in_order=True))
-    return any(not train(replace(case, seed=seed), hazard=mutant.active).equals(expected) for seed in range(6))
+    return not train(case, hazard=mutant.active).equals(expected)
 
 
 @pytest.mark.slow

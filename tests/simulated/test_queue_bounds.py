@@ -8,8 +8,8 @@ and the device never does.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,29 +17,55 @@ import pytest
 from torch import Tensor
 
 from tests.simulated.cases import Case, Loop, train
+from tests.simulated.held_jobs import HeldInput
 from tests.simulated.process import SimulatedHang, SimulatedProcess
-from tests.simulated.simulator import load_simulator
+from tests.simulated.simulator import Simulator, load_simulator
 from tests.simulated.streams import current_stream
-from tests.support.late_words import LateWord
 from zenflow_compile.runtime.host.workers import Job
 
 LIMITS = (8, 40, 1000)
 LATE_STEP = 2
-JOB_SECONDS = 0.5  # longer than the launching thread needs to fill the queue
 
 
-def fill_queue(case: Case, hold_gil: bool) -> bool:
-    """Train with jobs that are half a second late in one step, and launch more than the queue holds behind them.
+class InputOfPython(HeldInput):
+    """An input that a thread of Python makes arrive, as soon as the queue is full."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__()
+        full = ctypes.c_uint32()
+        simulator.write_when_full(full)
+        threading.Thread(target=self._arrive_behind, args=(full,), daemon=True).start()
+
+    def _arrive_behind(self, full: ctypes.c_uint32) -> None:
+        while not full.value:
+            time.sleep(0.001)
+        self.arrive()
+
+
+def fill_queue(case: Case, hold_gil: bool, of_python: bool = False) -> bool:
+    """Train with jobs that are late in one step, and launch more than the queue holds behind them.
+
+    Args:
+        of_python: the jobs wait for a thread that needs the GIL.
 
     Returns:
         Whether the weights equal those of the CPU.
     """
-    simulator, init, forward = load_simulator(), Job.__init__, Loop.loss
+    simulator, init, block, forward = load_simulator(), Job.__init__, Job._block, Loop.loss
     expected = train(replace(case, limit=0), "cpu")
+    late: list[HeldInput] = []
 
     def late_input(job: Job, parts: Any, inputs: Any, *arguments: Any, step: int, **keywords: Any) -> None:
-        late = [LateWord(JOB_SECONDS)] if step == LATE_STEP else []
-        init(job, parts, [*inputs, *late], *arguments, step=step, **keywords)
+        if step == LATE_STEP and not late:
+            late.append(InputOfPython(simulator) if of_python else HeldInput())
+            if not of_python:
+                simulator.write_when_full(late[0].word)
+        init(job, parts, [*inputs, *(late if step == LATE_STEP else ())], *arguments, step=step, **keywords)
+
+    def released(job: Job, **keywords: Any) -> None:
+        for each in late:
+            each.arrive()  # the queue is never full while the host waits
+        block(job, **keywords)
 
     def filling(loop: Loop, step: int) -> Tensor:
         value = forward(loop, step)
@@ -50,6 +76,7 @@ def fill_queue(case: Case, hold_gil: bool) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Job, "__init__", late_input)
+        patch.setattr(Job, "_block", released)
         patch.setattr(Loop, "loss", filling)
         return train(case).equals(expected)
 
@@ -66,29 +93,8 @@ def test_full_queue_goes_on(
     assert simulated.call(fill_queue, case, hold_gil, timeout=60)
 
 
-class WordOfPython(LateWord):
-    """The same word, raised by a thread of Python."""
-
-    def __init__(self, seconds: float) -> None:
-        self._word = ctypes.c_uint32()
-        self._thread = threading.Timer(seconds, self._rise)
-        self._thread.start()
-
-    def _rise(self) -> None:
-        self._word.value = 1
-
-    def wait(self) -> None:
-        self._thread.join()
-
-
-def let_the_device_wait_for_python(case: Case) -> None:
-    """``fill_queue`` with inputs of jobs that need the GIL; runs in the child process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "LateWord", WordOfPython)
-        fill_queue(case, True)
-
-
 def test_waits_for_jobs_with_the_gil_hang(simulated: SimulatedProcess) -> None:
     """Proves that the tests above see a hang: the device waits for a thread that waits for the GIL."""
-    with pytest.raises(SimulatedHang):
-        simulated.call(let_the_device_wait_for_python, Case("exact", limit=40, steps=5), timeout=12)
+    case = Case("exact", limit=40, steps=5)
+    with pytest.raises(SimulatedHang, match="launch_noop"):
+        simulated.call(fill_queue, case, True, of_python=True, stuck="40 queued entries of 40, 1 blocked")

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.simulated.cases import LATE, OPTION_SETS, WEIGHT_SETS, Case, differing, on_cpu, train
-from tests.simulated.mutants import MUTANTS
+from tests.simulated.cases import LATE, OPTION_SETS, WEIGHT_SETS, Case, differing
+from tests.simulated.mutants import is_found
 from tests.simulated.process import SimulatedProcess
 from tests.simulated.simulator import PATTERNS
 
@@ -32,12 +32,6 @@ def test_direct_reads_equal_the_cpus(simulated: SimulatedProcess, options: str, 
     assert simulated.call(differing, drawn, timeout=120) == []
 
 
-def shows() -> bool:
-    mutant = MUTANTS[HAZARD]
-    return not train(mutant.shown_by, hazard=mutant.active).equals(on_cpu(mutant.shown_by))
-
-
 def test_reads_are_stale_without_the_guard(simulated: SimulatedProcess) -> None:
     """On every run; the rest of the catalog takes turns."""
-    assert simulated.call(shows, timeout=120)
-    assert simulated.call(differing, [MUTANTS[HAZARD].shown_by], timeout=120) == []
+    assert is_found(simulated, HAZARD)

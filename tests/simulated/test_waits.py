@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import torch
 
@@ -14,8 +13,6 @@ from tests.simulated.simulator import Simulator
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host.workers import Job, bounds_of
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork
-
-LATE_SECONDS = 0.1  # a copy of these sizes takes less than a millisecond
 
 
 @in_simulator
@@ -55,9 +52,10 @@ def check_wait_for_reader(case: Case, simulator: Simulator, *, of_sharer: bool =
         reader = found
         reader.uploading[place] = None
     reader.readers[place] = job
+    simulator.run_others()  # copies of earlier steps into the same memory
     before = host.gradients[index].clone()
     loop.loss(6).backward()
-    time.sleep(LATE_SECONDS)
+    simulator.run_others()
     assert torch.equal(host.gradients[index], before)
     gate.set()
     offloaded.transport.to_host.settle()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,15 +11,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.simulated.accelerator import serve
-from tests.simulated.cases import HABITS, LATE, MODELS, WEIGHT_SETS, Case, Loop, Outcome, differing, on_cpu, train
-from tests.simulated.mutants import WEIGHT_MUTANTS
-from tests.simulated.process import SimulatedCrash, SimulatedProcess, in_simulator
+from tests.simulated.cases import HABITS, LATE, MODELS, WEIGHT_SETS, Case, Loop, Outcome, differing, train
+from tests.simulated.mutants import WEIGHT_MUTANTS, is_found
+from tests.simulated.process import SimulatedProcess, in_simulator
 from tests.simulated.simulator import PATTERNS, Simulator
 from tests.simulated.streams import Stream
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
 
 STEADY = 5
-SEEDS = range(8)
 OFTEN = ("weights exact", "weights late every step", "weights reselect often", "weights resident")  # in every run
 
 
@@ -67,26 +65,9 @@ def test_steady_step_waits_for_one_event_at_most(simulated: SimulatedProcess, op
         assert syncs == ({"event.synchronize": copies["step before last"]} if copies else {})
 
 
-def shows(name: str, seed: int) -> bool:
-    """Whether the run with the hazard differs from the CPU, or an index that it read too early was out of range."""
-    mutant = WEIGHT_MUTANTS[name]
-    try:
-        return not train(replace(mutant.shown_by, seed=seed), hazard=mutant.active).equals(on_cpu(mutant.shown_by))
-    except (RuntimeError, IndexError):
-        return True
-
-
 @pytest.mark.parametrize("name", WEIGHT_MUTANTS)
 def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
-    for seed in SEEDS:
-        try:
-            found = simulated.call(shows, name, seed, timeout=120)
-        except SimulatedCrash:
-            found = True
-        if found:
-            assert simulated.call(differing, [replace(WEIGHT_MUTANTS[name].shown_by, seed=seed)], timeout=120) == []
-            return
-    pytest.fail("not found")
+    assert is_found(simulated, name)
 
 
 @in_simulator

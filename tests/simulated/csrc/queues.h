@@ -73,7 +73,7 @@ struct Item {
 struct StreamQueue {
   int64_t id = 0;
   int64_t order = 0;  // how many streams were made before it since the last configure(), plus one
-  double late = 0;    // probability to be passed over
+  double late = 0;    // probability to be passed over; 1: runs last, see run_last
   std::deque<Item> items;
   uint64_t launched = 0;           // items appended so far
   std::atomic<uint64_t> done{0};   // items that have run so far
@@ -112,6 +112,7 @@ class Queues {
     StreamQueue& stream = at(stream_id);
     raise_if_dead();
     if (item.counted && options_.limit) {
+      if (when_full_ && counted_ >= options_.limit) __atomic_store_n(std::exchange(when_full_, nullptr), 1, __ATOMIC_RELEASE);
       // Hazard that is simulated on purpose: a caller that holds the GIL keeps it while it blocks here.
       wait(lock, [&] { return counted_ < options_.limit; });
     }
@@ -213,12 +214,13 @@ class Queues {
     options_ = std::move(options);
     random_.seed(options_.seed);
     dies_after_ = 0;
+    when_full_ = nullptr;
     streams_since_configure_ = 0;
     for (auto& stream : streams_) {
       stream->order = 0;
       stream->late = stream->id == 0 ? options_.default_late : options_.other_late;
     }
-    dead_ = false;
+    dead_ = last_may_run_ = false;
     reason_.clear();
     executor_wakes_.notify_one();
   }
@@ -239,6 +241,29 @@ class Queues {
       wake_all();
     }
     executor_.join();
+  }
+
+  // Write 1 to a number of the host as soon as a launch blocks on the full queue.
+  void write_when_full(uint32_t* word) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    when_full_ = word;
+  }
+
+  // Block until no stream can run but those that run last.
+  void run_others() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_ = false;
+    wait(lock, [&] { return idle_; }, false);
+  }
+
+  // Run one item of a stream that runs last, and all that others can run before and behind it. False: there is none.
+  bool run_last() {
+    run_others();
+    std::unique_lock<std::mutex> lock(mutex_);
+    last_may_run_ = true;
+    idle_ = false;
+    wait(lock, [&] { return idle_; }, false);
+    return !std::exchange(last_may_run_, false);
   }
 
   std::string dump() {
@@ -283,15 +308,18 @@ class Queues {
     if (dead_) throw DeviceError(reason_);
   }
 
-  // Block the calling host thread. The executor holds nothing back meanwhile.
+  // Block the calling host thread. The executor holds nothing back meanwhile: what runs last, too, if that is needed.
   template <class Condition>
-  void wait(std::unique_lock<std::mutex>& lock, Condition condition) {
+  void wait(std::unique_lock<std::mutex>& lock, Condition condition, bool last = true) {
     raise_if_dead();
     if (condition()) return;
+    std::function<bool()> unmet = [&] { return !condition(); };
+    if (last) unmet_.push_back(&unmet);
     ++waiting_;
     executor_wakes_.notify_one();
     host_wakes_.wait(lock, [&] { return dead_ || condition(); });
     --waiting_;
+    std::erase(unmet_, &unmet);
     if (dead_) host_wakes_.notify_all();  // configure() waits for the last one
     raise_if_dead();
   }
@@ -350,6 +378,7 @@ class Queues {
   // A stream whose head may run now, or null.
   StreamQueue* pick(bool& waits_for_host) {
     candidates_.clear();
+    last_.clear();
     double total = 0;
     for (auto& stream : streams_) {
       if (stream->items.empty()) continue;
@@ -358,10 +387,20 @@ class Queues {
         waits_for_host |= head.wait_address != nullptr;
         continue;
       }
+      if (stream->late >= 1 && !options_.in_order) {
+        last_.push_back(stream.get());
+        continue;
+      }
       candidates_.push_back(stream.get());
       total += 1.0 - stream->late;
     }
-    if (candidates_.empty()) return nullptr;
+    if (candidates_.empty()) {
+      // Not as long as a thread takes to wake: what it waits for has happened.
+      const bool needed = std::any_of(unmet_.begin(), unmet_.end(), [](auto* unmet) { return (*unmet)(); });
+      if (last_.empty() || !(last_may_run_ || needed)) return nullptr;
+      last_may_run_ = false;
+      return last_[std::uniform_int_distribution<size_t>(0, last_.size() - 1)(random_)];
+    }
     if (options_.in_order) {
       return *std::min_element(candidates_.begin(), candidates_.end(), [](StreamQueue* a, StreamQueue* b) {
         return a->items.front().id < b->items.front().id;
@@ -460,16 +499,18 @@ class Queues {
   std::mutex mutex_;
   std::condition_variable executor_wakes_, host_wakes_;
   std::vector<std::unique_ptr<StreamQueue>> streams_;  // the index is the id; none is removed
-  std::vector<StreamQueue*> candidates_;
+  std::vector<StreamQueue*> candidates_, last_;  // whose heads may run
+  std::vector<std::function<bool()>*> unmet_;     // whether a blocked host thread still needs the device
   std::vector<std::pair<uint64_t, void*>> to_free_;
   Options options_;
   std::mt19937_64 random_;
   size_t counted_ = 0;
   size_t waiting_ = 0;  // host threads that block
   uint64_t last_id_ = 0;
+  uint32_t* when_full_ = nullptr;
   uint64_t dies_after_ = 0;  // 0: does not; n: after n - 1 more items
   int64_t streams_since_configure_ = 0;
-  bool running_ = false, idle_ = false, dead_ = false, stopped_ = false;
+  bool running_ = false, idle_ = false, dead_ = false, stopped_ = false, last_may_run_ = false;
   std::string reason_, dump_path_;
   static inline volatile sig_atomic_t dump_asked_ = 0;
   std::thread executor_;

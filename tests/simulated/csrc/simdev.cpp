@@ -234,6 +234,12 @@ int sim_synchronize_stream(int64_t stream) {
 int sim_synchronize_device() {
   return guarded([&] { synchronize_device(); });
 }
+int sim_run_others() {
+  return guarded([&] { Queues::get().run_others(); });
+}
+int sim_run_last(int* ran) {
+  return guarded([&] { *ran = Queues::get().run_last(); });
+}
 int sim_query_stream(int64_t stream, int* done) {
   return guarded([&] { *done = Queues::get().query_stream(stream); });
 }
@@ -316,6 +322,7 @@ int sim_launch_kernel(void* kernel, const int64_t* arguments, uint64_t count) {
   });
 }
 
+void sim_write_when_full(uint32_t* word) { Queues::get().write_when_full(word); }
 void sim_die(const char* reason) { Queues::get().die(reason); }
 void sim_die_after(uint64_t items) { Queues::get().die_after(items); }
 
