@@ -24,7 +24,6 @@ from examples.gpt import GPT, GPTConfig
 from tests.simulated import inductor
 from tests.simulated.accelerator import serve
 from tests.simulated.collectives import group_of_all, streams_of_groups
-from tests.simulated.held_jobs import HeldJobs
 from tests.simulated.simulator import PATTERNS, Delays, Simulator, load_simulator
 from tests.simulated.streams import Stream
 from tests.simulated.waits_at_rest import WaitsAtRest
@@ -109,9 +108,6 @@ HABITS = (
 LATE = ("D2H late", "H2D late", "jobs late")
 """Delay patterns in addition to those of the simulator: one lane, or the workers."""
 
-HELD = {"updates held": HeldJobs(("host_update", "state"), steps=2), "writes held": HeldJobs(("write",), steps=1)}
-"""Delay patterns without chance: which jobs run only when something waits for them, see ``HeldJobs``."""
-
 LATE_COLLECTIVES = "collectives late"
 """A delay pattern of several ranks: of the streams of their groups."""
 
@@ -132,7 +128,7 @@ class Case:
         model: a key of ``MODELS``, or "wide".
         entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
         habit: one of ``HABITS``, "flush", or "weights read": all of them directly, after each step.
-        delays: a key of the simulator's ``PATTERNS``, or of ``HELD`` or ``LAST``, or one of ``LATE``.
+        delays: a key of the simulator's ``PATTERNS``, or of ``LAST``, or one of ``LATE``.
         values: whether the device has stream values.
         limit: of the launch queue; 0: any length.
         in_order: the device runs everything at once, in the order of the launches.
@@ -448,15 +444,12 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
             stack.enter_context(WaitsAtRest(simulator).in_force())
         if case.delays in ("jobs late", "jobs last") and on == "sim":
             stack.enter_context(late_jobs(simulator, case))
-        if on == "sim" and case.delays in HELD:
-            stack.enter_context(HELD[case.delays].held())
         return _run(case, torch.device("cpu") if on == "cpu" else simulator.device, simulator)
 
 
 def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
     loop = Loop(case, device)
     losses, syncs, copies = [], [], []
-    held = None if device.type == "cpu" else HELD.get(case.delays)
     try:
         for step in range(case.steps):
             if step == 1 and device.type != "cpu" and loop.optimizer is not None and case.delays[:3] in ("D2H", "H2D"):
@@ -466,8 +459,6 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
             if step == 1 and case.delays in (LATE_COLLECTIVES, "collectives last"):
                 for stream in streams_of_groups():
                     simulator.delay(stream, lateness(case))
-            if held is not None:
-                held.begin_step(step)
             simulator.reset_counts()
             blocking = device_of(device).blocking
             blocking.clear()
@@ -478,8 +469,6 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
         device_of(device).synchronize()  # losses of a side stream are read from this one
         return Outcome([float(each) for each in losses], weights, syncs, copies)
     finally:
-        if held is not None:
-            held.run()  # first: threads end when no job is left
         loop.close()
 
 

@@ -53,7 +53,7 @@ _PLAIN = {
     "make_event": (c_void_p, (c_int,)),
     "delete_event": (None, (c_void_p,)),
     "registered_bytes": (c_uint64, ()),
-    "write_when_full": (None, (POINTER(c_uint32),)),
+    "write_when_full": (None, (c_size_t,)),
     "die": (None, (c_char_p,)),
     "die_after": (None, (c_uint64,)),
     "seed": (None, (c_uint64,)),

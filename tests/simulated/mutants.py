@@ -135,7 +135,7 @@ MUTANTS = {
     ),
     "job before the one ahead of it": without(
         HOST + "prepare", "before = self.unfinished_job",
-        Case("late every step", delays="updates held"), "before = None",
+        Case("late every step", delays="jobs last"), "before = None",
     ),
     "gradient over an update that no forward has read": without(
         PARAM + "IncomingGradient._send", "update.leave_buffer()",
@@ -151,11 +151,11 @@ MUTANTS = {
     "window cleared before its jobs": without(
         HOST + "clear_windows", "job.settle()",
         # Else the lanes wait for these jobs while they settle.
-        Case("late every step", habit="reload", delays="updates held", values=False),
+        Case("late every step", habit="reload", delays="jobs last", values=False),
     ),
     "state saved before its job": without(
         HOST + "wait", "window.job for window in self.flushed",
-        Case("late every step", habit="reload", delays="updates held"), "",
+        Case("late every step", habit="reload", delays="jobs last"), "",
     ),
     "streamed update before its state": without(
         STREAMED + "_update", "ticket.wait_on_device()", Case("streamed", model="gpt", delays="H2D last")
@@ -237,7 +237,7 @@ WEIGHT_MUTANTS = {
         Case("weights in files", delays="jobs last"),
     ),
     "update over a weight that is being written": without(
-        CACHE + "prepare_fresh", "tuple(place.unsettled())", Case("weights in files", delays="writes held"), "()"
+        CACHE + "prepare_fresh", "tuple(place.unsettled())", Case("weights in files", delays="jobs last"), "()"
     ),
 }  # fmt: skip
 """Hazards of weights in host memory, or in files."""

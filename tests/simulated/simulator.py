@@ -191,9 +191,9 @@ class Simulator:
         """
         (library_with_gil() if hold_gil else library()).call("launch_noop", stream.stream_id)
 
-    def write_when_full(self, word: ctypes.c_uint32) -> None:
-        """Write 1 to ``word``, which the caller keeps, as soon as a launch blocks on the full queue."""
-        library().ask("write_when_full", word)
+    def write_when_full(self, address: int) -> None:
+        """Write 1 to a number in pinned memory as soon as a launch blocks on the full queue, and no stream can run."""
+        library().ask("write_when_full", address)
 
     def free_bytes(self) -> int:
         """Device memory that no tensor has."""

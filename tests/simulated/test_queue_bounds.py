@@ -7,64 +7,49 @@ and the device never does.
 
 from __future__ import annotations
 
-import ctypes
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from tests.simulated.cases import Case, Loop, train
-from tests.simulated.held_jobs import HeldInput
+from tests.simulated.cases import Case, LateInput, Loop, train
 from tests.simulated.process import SimulatedHang, SimulatedProcess
-from tests.simulated.simulator import Simulator, load_simulator
+from tests.simulated.simulator import load_simulator
 from tests.simulated.streams import current_stream
+from zenflow_compile.runtime.device.devices import device_of
+from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.host.workers import Job
 
 LIMITS = (8, 40, 1000)
 LATE_STEP = 2
 
 
-class InputOfPython(HeldInput):
-    """An input that a thread of Python makes arrive, as soon as the queue is full."""
-
-    def __init__(self, simulator: Simulator) -> None:
-        super().__init__()
-        full = ctypes.c_uint32()
-        simulator.write_when_full(full)
-        threading.Thread(target=self._arrive_behind, args=(full,), daemon=True).start()
-
-    def _arrive_behind(self, full: ctypes.c_uint32) -> None:
-        while not full.value:
-            time.sleep(0.001)
-        self.arrive()
-
-
 def fill_queue(case: Case, hold_gil: bool, of_python: bool = False) -> bool:
     """Train with jobs that are late in one step, and launch more than the queue holds behind them.
 
     Args:
-        of_python: the jobs wait for a thread that needs the GIL.
+        of_python: a thread that needs the GIL lets the jobs run as soon as the queue is full; else the device does.
 
     Returns:
         Whether the weights equal those of the CPU.
     """
     simulator, init, block, forward = load_simulator(), Job.__init__, Job._block, Loop.loss
     expected = train(replace(case, limit=0), "cpu")
-    late: list[HeldInput] = []
+    flags = HostFlags(2, device_of(simulator.device))
+    full, late = Flag(flags, 0, 1), Flag(flags, 1, 1)
+    if of_python:
+        threading.Thread(target=lambda: (full.wait(), late.raise_it()), daemon=True).start()
 
     def late_input(job: Job, parts: Any, inputs: Any, *arguments: Any, step: int, **keywords: Any) -> None:
-        if step == LATE_STEP and not late:
-            late.append(InputOfPython(simulator) if of_python else HeldInput())
-            if not of_python:
-                simulator.write_when_full(late[0].word)
-        init(job, parts, [*inputs, *(late if step == LATE_STEP else ())], *arguments, step=step, **keywords)
+        if step == LATE_STEP:
+            simulator.write_when_full((full if of_python else late).address)
+        inputs = [*inputs, *([LateInput(late)] if step == LATE_STEP else ())]
+        init(job, parts, inputs, *arguments, step=step, **keywords)
 
     def released(job: Job, **keywords: Any) -> None:
-        for each in late:
-            each.arrive()  # the queue is never full while the host waits
+        late.raise_it()  # the host waits, and fills no queue
         block(job, **keywords)
 
     def filling(loop: Loop, step: int) -> Tensor:

@@ -112,7 +112,6 @@ class Queues {
     StreamQueue& stream = at(stream_id);
     raise_if_dead();
     if (item.counted && options_.limit) {
-      if (when_full_ && counted_ >= options_.limit) __atomic_store_n(std::exchange(when_full_, nullptr), 1, __ATOMIC_RELEASE);
       // Hazard that is simulated on purpose: a caller that holds the GIL keeps it while it blocks here.
       wait(lock, [&] { return counted_ < options_.limit; });
     }
@@ -243,7 +242,7 @@ class Queues {
     executor_.join();
   }
 
-  // Write 1 to a number of the host as soon as a launch blocks on the full queue.
+  // Write 1 to a number of the host as soon as a launch blocks on the full queue, and no stream can run.
   void write_when_full(uint32_t* word) {
     std::lock_guard<std::mutex> lock(mutex_);
     when_full_ = word;
@@ -361,6 +360,9 @@ class Queues {
       StreamQueue* stream = pick(waits_for_host);
       if (!stream) {
         idle_ = true;
+        if (when_full_ && waiting_ && counted_ >= options_.limit) {
+          __atomic_store_n(std::exchange(when_full_, nullptr), 1, __ATOMIC_RELEASE);
+        }
         release_memory(1);
         if (waiting_) host_wakes_.notify_all();
         executor_wakes_.wait_for(lock, waits_for_host ? kPoll : kIdle);
