@@ -26,7 +26,7 @@ from tests.simulated.accelerator import serve
 from tests.simulated.collectives import group_of_all, streams_of_groups
 from tests.simulated.simulator import PATTERNS, Delays, Simulator, load_simulator
 from tests.simulated.streams import Stream
-from tests.simulated.waits_at_rest import WaitsAtRest
+from tests.simulated.waits_at_rest import WaitsAtRest, known_waits
 from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
 from tests.support.weight_readers import read_all
 from zenflow_compile import ZenFlowAdamW
@@ -440,8 +440,8 @@ def train(case: Case, on: str = "sim", hazard: Callable[[], Any] = nullcontext) 
             inductor.register_backend()
             stack.enter_context(torch._inductor.config.patch(inductor.OPTIONS))
         stack.enter_context(hazard())
-        if case.delays in LAST and on == "sim":
-            stack.enter_context(WaitsAtRest(simulator).in_force())
+        if on == "sim":
+            stack.enter_context(WaitsAtRest(simulator).in_force() if case.delays in LAST else known_waits())
         if case.delays in ("jobs late", "jobs last") and on == "sim":
             stack.enter_context(late_jobs(simulator, case))
         return _run(case, torch.device("cpu") if on == "cpu" else simulator.device, simulator)
@@ -473,8 +473,9 @@ def _run(case: Case, device: torch.device, simulator: Simulator) -> Outcome:
 
 
 def on_cpu(case: Case) -> Outcome:
-    """The same training on the CPU, where nothing is late; run at the first call."""
-    return _on_cpu(replace(case, delays="none", seed=0, values=True))
+    """The same training on the CPU, where nothing is late; run at the first call, where possible by hooks."""
+    entry = "graph" if case.habit == "optimizer in backward" else "hooks"
+    return _on_cpu(replace(case, delays="none", seed=0, values=True, entry=entry))
 
 
 @cache

@@ -54,6 +54,7 @@ _PLAIN = {
     "delete_event": (None, (c_void_p,)),
     "registered_bytes": (c_uint64, ()),
     "write_when_full": (None, (c_size_t,)),
+    "count_waiting": (None, (c_int,)),
     "die": (None, (c_char_p,)),
     "die_after": (None, (c_uint64,)),
     "seed": (None, (c_uint64,)),

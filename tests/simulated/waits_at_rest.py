@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.simulated.collectives import THREAD
+from tests.simulated.library import library
 from tests.simulated.simulator import Simulator
 from tests.simulated.streams import Event, Stream
 from zenflow_compile.runtime.device.stream_flags import Flag
@@ -20,6 +21,28 @@ from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 
 _POLL_SECONDS = 20e-6
+
+
+@contextmanager
+def known_waits() -> Iterator[None]:
+    """Let the device know that the host waits for a job, a flag or another rank: then it holds back nothing."""
+
+    def known(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_known(*arguments: Any, **keywords: Any) -> Any:
+            if threading.current_thread().name == THREAD:
+                return wait(*arguments, **keywords)
+            library().ask("count_waiting", 1)
+            try:
+                return wait(*arguments, **keywords)
+            finally:
+                library().ask("count_waiting", -1)
+
+        return wait_known
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in ((Job, "_block"), (Flag, "wait"), (RankGroup, "_poll")):
+            patch.setattr(kind, name, known(getattr(kind, name)))
+        yield
 
 
 class WaitsAtRest:

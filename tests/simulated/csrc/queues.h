@@ -248,6 +248,13 @@ class Queues {
     when_full_ = word;
   }
 
+  // A host thread begins (1) or ends (-1) a wait for something else that may need the device.
+  void count_waiting(int change) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    waiting_ += change;
+    executor_wakes_.notify_one();
+  }
+
   // Block until no stream can run but those that run last.
   void run_others() {
     std::unique_lock<std::mutex> lock(mutex_);

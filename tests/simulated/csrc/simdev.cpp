@@ -323,6 +323,7 @@ int sim_launch_kernel(void* kernel, const int64_t* arguments, uint64_t count) {
 }
 
 void sim_write_when_full(uintptr_t address) { Queues::get().write_when_full(host_word(address)); }
+void sim_count_waiting(int change) { Queues::get().count_waiting(change); }
 void sim_die(const char* reason) { Queues::get().die(reason); }
 void sim_die_after(uint64_t items) { Queues::get().die_after(items); }
 
