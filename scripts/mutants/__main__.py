@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from scripts.mutants.coverage import BY_NAME, LEFT_OUT, LEFT_OUT_NAMES, TIERS, Coverage, coverage_of, run_tests
+from scripts.mutants.coverage import BY_NAME, LEFT_OUT, LEFT_OUT_NAMES, TIERS, Coverage, coverage_of, run_tests, workers
 from scripts.mutants.patches import FOLDER, Mutant, checkout, git, head, read_mutants, refused
 
 RESULTS = FOLDER / "results.json"
@@ -51,7 +51,6 @@ def judge(tree: Path, mutant: Mutant, covered: Callable[[int], Coverage], proces
     """Run the tests that reach ``mutant`` until one finds it."""
     begin = time.monotonic()
     tried: set[str] = set()
-    found = tier = None
     for tier in TIERS:
         coverage = covered(tier)
         tests = sorted(set(coverage.reached.get(mutant.name, ())) - tried, key=coverage.seconds.__getitem__)
@@ -59,13 +58,8 @@ def judge(tree: Path, mutant: Mutant, covered: Callable[[int], Coverage], proces
         for at in range(0, len(tests), IN_ONE_PROCESS):
             if found := _finds(tree, mutant, [*BY_NAME, *tests[at : at + IN_ONE_PROCESS]]):
                 return _result(mutant, begin, tier, found)
-    whole = [
-        *TIERS[max(TIERS)],
-        *(f"--ignore={each}" for each in LEFT_OUT),
-        "-k",
-        f"not ({' or '.join(LEFT_OUT_NAMES)})",
-    ]
-    found = _finds(tree, mutant, [*whole, *(["-n", str(processes)] if processes > 1 else [])])
+    whole = [*TIERS[max(TIERS)], *(f"--ignore={each}" for each in LEFT_OUT), *workers(processes)]
+    found = _finds(tree, mutant, [*whole, "-k", f"not ({' or '.join(LEFT_OUT_NAMES)})"])
     return _result(mutant, begin, max(TIERS) if found else None, found)
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scripts.mutants import reached
-from scripts.mutants.patches import ROOT, Mutant, checkout, head
+from scripts.mutants.patches import ROOT, Mutant, checkout, sources
 from scripts.mutants.probes import with_probes
 
 KEPT = ROOT / "build" / "mutants"
@@ -65,14 +65,19 @@ def run_tests(tree: Path, arguments: Sequence[str], log: Path | None = None) -> 
         return process.returncode, output.read()
 
 
+def workers(processes: int) -> list[str]:
+    """The options with which pytest runs tests in so many processes."""
+    return ["-n", str(processes)] if processes > 1 else []
+
+
 def counts(test: str) -> bool:
     """Return whether a failure of ``test`` says that a mutant was found."""
     return not test.startswith(LEFT_OUT) and not any(name in test for name in LEFT_OUT_NAMES)
 
 
 def coverage_of(tier: int, mutants: Sequence[Mutant], processes: int, *, again: bool) -> Coverage:
-    """Run all tests of a tier in an instrumented copy, unless an earlier run has done so for this commit."""
-    parts = [head(), str(TIERS[tier]), *(f"{each.name} {each.places}" for each in mutants)]
+    """Run all tests of a tier in an instrumented copy, unless an earlier run has done so for the same sources."""
+    parts = [sources(), TIERS[tier], *((each.name, each.tests, each.places) for each in mutants)]
     path = KEPT / f"tier{tier}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.json"
     if path.exists() and not again:
         return Coverage(**json.loads(path.read_text()))
@@ -82,14 +87,17 @@ def coverage_of(tier: int, mutants: Sequence[Mutant], processes: int, *, again: 
         missing = insert_probes(tree, mutants)
         log = tree.parent / "log"
         left_out = [f"--ignore={each}" for each in LEFT_OUT]
-        workers = ["-n", str(processes)] if processes > 1 else []
-        _, output = run_tests(tree, [*TIERS[tier], *left_out, *workers, "-q", "-p", "zenflow_compile.reached"], log)
+        arguments = [*TIERS[tier], *left_out, *workers(processes), "-q", "-p", "zenflow_compile.reached"]
+        _, output = run_tests(tree, arguments, log)
         found = _read_log(tree.parent.glob("log-*"), mutants)
     print(f"{output.splitlines()[-1]}: {time.monotonic() - begin:.0f} s", flush=True)
+    reached_by = dict(found.reached)
     for mutant in mutants:
-        if mutant.name in missing:
-            places = mutant.tests or sorted({_tests_of(name) for name in mutant.places})
-            found.reached[mutant.name] = [test for test in found.seconds if test.startswith(tuple(places))]  # type: ignore[index]
+        folders = {_tests_of(name) for name in mutant.places} if mutant.name in missing else set()
+        if places := mutant.tests or tuple(folders):
+            others = {test for test in found.seconds if test.startswith(tuple(places))}
+            reached_by[mutant.name] = sorted({*reached_by[mutant.name], *others})
+    found = Coverage(found.seconds, reached_by)
     KEPT.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(found), indent=1))
     return found

@@ -90,3 +90,9 @@ def checkout() -> Iterator[Path]:
 @cache
 def head() -> str:
     return git("rev-parse", "--short=12", "HEAD").stdout.strip()
+
+
+def sources() -> str:
+    """What the last commit has of the package and of its tests: hashes of files and folders."""
+    listed = git("ls-tree", "HEAD", "zenflow_compile", "tests/", "examples", "benchmarks").stdout
+    return "\n".join(line for line in listed.splitlines() if not line.endswith("tests/mutants"))

@@ -272,6 +272,16 @@ def test_damaged_state_is_named_and_changes_nothing(key: str, change: Any, messa
     training.step(4)
 
 
+def test_uneven_selection_is_refused() -> None:
+    training = Training(None, {"topk_ratio": 0.25}).run(0, 2)
+    numbers = torch.arange(32)
+    in_one_group = damaged(
+        training.optimizer.state_dict(), "mask", lambda mask: ((numbers % 2 == 0) & (numbers < 16)).view_as(mask)
+    )
+    with pytest.raises(ValueError, match="'mask' that does not select 8 slices evenly in 2 groups"):
+        training.optimizer.load_state_dict(in_one_group)
+
+
 def damaged_group(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**saved, "param_groups": [{**saved["param_groups"][0], **changes}]}
 
