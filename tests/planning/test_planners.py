@@ -189,6 +189,8 @@ def test_options_reach_the_plan() -> None:
     assert (param.interval, param.staleness, param.blocking) == (3, 1, True)
     param = plan_of([(8, 8)], **common, update_interval="auto").params[0]
     assert (param.interval, param.staleness, param.blocking) == (4, 0, False)
+    files = {"policy": "zero_infinity", "nvme_path": ".", "host_window_bytes": 1 << 20}
+    assert plan_of([(8, 8)], min_offload_size=1, **files).host_window_bytes == 1 << 20
 
 
 # TwinFlow and Deep Optimizer States.
