@@ -7,7 +7,7 @@ import torch
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import ParamPlan, Plan
-from zenflow_compile.planning.planners import ParamSpec, empty_plan, extend_plan, make_plan, parts_of
+from zenflow_compile.planning.planners import ParamSpec, ShardedBy, empty_plan, extend_plan, make_plan, parts_of
 
 SHAPES = [(64, 16), (16, 640), (1000, 8), (33, 33), (40, 32), (3, 2), (1, 40), (7,)]
 POLICIES = [
@@ -79,3 +79,11 @@ def test_later_groups_get_the_phases_of_one_rank() -> None:
     for each in specs():
         alone, divided = (extend_plan(plan, [each], options) for plan in (alone, divided))
     assert [param.phase for param in divided.params] == [param.phase for param in alone.params]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 4, 5, 9])
+def test_shards_are_the_chunks_of_pytorch(size: int, ranks: int) -> None:
+    parts = [list(ShardedBy(dim=0, rank=rank, ranks=ranks).part(size)) for rank in range(ranks)]
+    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(ranks)]
+    assert parts == chunks + [[]] * (ranks - len(chunks))
