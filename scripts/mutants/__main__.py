@@ -33,7 +33,7 @@ from scripts.mutants.patches import FOLDER, Mutant, checkout, git, head, read_mu
 RESULTS = FOLDER / "results.json"
 IN_ONE_PROCESS = 60  # tests, of those that reach a mutant
 _RESULT = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.MULTILINE)
-_STARTED = re.compile(r"^(tests/\S+::\S.*?)(?: (?:PASSED|SKIPPED).*)?$", re.MULTILINE)
+_STARTED = re.compile(r"^(tests/\S+::\w+(?:\[.*?\])?)(?=\s|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,11 @@ def _finds(tree: Path, mutant: Mutant, arguments: Sequence[str]) -> str | None:
         failures = _RESULT.findall(output)
         if code > 0 and not failures:
             raise RuntimeError(f"{mutant.name}: pytest ended with {code}\n{output[-4000:]}")
-        test = failures[0] if failures else _STARTED.findall(output)[-1]  # without a report, a test ended the process
-        if run_tests(tree, [*BY_NAME, "-q", test])[0] == 0:
-            return str(test)
+        test = str(failures[0] if failures else _STARTED.findall(output)[-1])  # no report: it ended the process
+        if (code := run_tests(tree, [*BY_NAME, "-q", test])[0]) == 0:
+            return test
+        if code != 1:
+            raise RuntimeError(f"{mutant.name}: pytest ended with {code} for {test!r} without the mutant")
         deselected.append(f"--deselect={test}")
 
 

@@ -143,6 +143,8 @@ def _read_log(paths: Iterable[Path], mutants: Sequence[Mutant]) -> Coverage:
                 found[mutants[int(values[0])].name].add(tests[number])
             elif kind == "ended":
                 seconds[tests[number]] += float(values[1])
+                if values[0] == "failed":
+                    print(f"left out, because it fails with probes: {tests[number]}")
                 if values[0] != "passed":
                     failed.add(tests[number])
     usable = {test: duration for test, duration in seconds.items() if test not in failed and counts(test)}
