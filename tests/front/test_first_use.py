@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -428,3 +429,12 @@ def test_collected_wrapper_does_not_close(used: bool) -> None:
     gc.collect()
     train(model, optimizer)
     assert built(optimizer)
+
+
+def test_missing_gradients_are_warned_of_once() -> None:
+    optimizer = ZenFlowAdamW(model_of().parameters(), **EXACT)
+    with pytest.warns(UserWarning, match="no parameter of this optimizer has had a gradient"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

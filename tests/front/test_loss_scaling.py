@@ -117,6 +117,24 @@ def test_skipped_step_changes_nothing(
     assert all(torch.isfinite(weight).all() for weight in training.weights())
 
 
+@pytest.mark.parametrize("value", [3e38, -3e38])
+def test_overflow_without_nan_skips_the_step(value: float) -> None:
+    """A column of an offloaded gradient is infinite. All other elements are finite, and there is no other gradient."""
+    model = nn.Linear(32, 32, bias=False)
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **EXACT)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = model.weight.detach().clone()
+    inputs = torch.ones(2, 32)
+    inputs[:, 3] = value
+    scaler.scale(model(inputs).sum()).backward()
+    assert list(optimizer.engine.offloaded) == [0]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert optimizer.engine.step == 0
+    assert torch.equal(model.weight, before)
+
+
 def clear(optimizer: ZenFlowAdamW) -> None:
     """Clear the gradients of all offloaded parameters before the next step."""
     for offloaded in optimizer.engine.offloaded.values():

@@ -393,6 +393,15 @@ def test_copied_gradient_is_independent() -> None:
     compare(with_tool(tool), effect=plain)
 
 
+def test_copy_of_dense_gradient_is_independent() -> None:
+    def tool(model: nn.Module, optimizer: Optimizer) -> None:
+        for param in present(model):
+            param.grad.add_(1e-3)
+            copy.deepcopy(param.grad).zero_()
+
+    compare(with_tool(tool), effect=plain)
+
+
 # Editing
 
 
