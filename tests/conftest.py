@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 
@@ -25,6 +26,10 @@ from zenflow_compile.runtime.parameters import host_weights
 
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 """PyTorch flushes the processor's caches after each compilation, for 30 ms, to write a time into its logs."""
+
+_TRACE = logging.getLogger("torch.__trace")
+_TRACE.propagate = True  # else pytest attaches handlers, for which PyTorch and our passes print every graph
+_TRACE.handlers.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
