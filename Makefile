@@ -5,6 +5,7 @@
 # make test       tier 1 of the tests: every behavior once, in at most 8 minutes
 # make test-ci    tiers 1 and 2, and the part of tier 3 that the commit draws, in at most 25 minutes
 # make test-long  all tests that need no GPU; takes hours
+# make mutants    prove that the tests find the defects of tests/mutants; takes hours
 # make test-gpu   the tests that need a GPU
 # make check      lint, formatting, types
 # make format     fix lint and formatting
@@ -43,7 +44,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train train-ranks train-sharded test test-ci test-long test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train train-ranks train-sharded test test-ci test-long mutants test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -71,6 +72,9 @@ test-ci: $(READY)
 
 test-long: $(READY)
 	$(RUN_TESTS) --tiers all $(OPTIONS)
+
+mutants: $(READY)
+	$(PYTHON) -m scripts.mutants $(OPTIONS)
 
 test-gpu: $(READY)
 	$(PYTHON) -m pytest -m gpu --tiers all $(OPTIONS)

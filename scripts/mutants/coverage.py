@@ -24,9 +24,9 @@ from scripts.mutants.probes import with_probes
 
 KEPT = ROOT / "build" / "mutants"
 
-TIERS = {1: ("-m", "not gpu", "--sample-of-long", "0"), 2: ("-m", "not gpu", "--sample-of-long", "2")}
-"""The options with which pytest runs all tests of a tier."""
-BY_NAME = ("-m", "not gpu", "--sample-of-long", "all")
+TIERS = {1: ("-m", "not gpu", "--tiers", "1"), 2: ("-m", "not gpu", "--tiers", "1,2", "--commit", "0")}
+"""The options with which pytest runs all tests of a tier, and of those below it."""
+BY_NAME = ("-m", "not gpu")
 """The options with which it runs the tests that are named."""
 LEFT_OUT = ("tests/structure/", "tests/scripts/", "tests/simulated/test_mutants.py", "tests/ranks/test_mutants.py")
 LEFT_OUT_NAMES = ("hazard", "stale_without_the_guard")
@@ -67,7 +67,7 @@ def run_tests(tree: Path, arguments: Sequence[str], log: Path | None = None) -> 
 
 def workers(processes: int) -> list[str]:
     """The options with which pytest runs tests in so many processes."""
-    return ["-n", str(processes)] if processes > 1 else []
+    return ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
 
 
 def counts(test: str) -> bool:
