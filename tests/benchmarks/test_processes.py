@@ -67,6 +67,7 @@ def test_worker_is_frozen_between_requests() -> None:
     wait_until(lambda: gone(child))
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize(("command", "kind", "says"), [("fail", "failure", "the log"), ("die", "died", "no answer")])
 def test_failure_shows_the_end_of_the_log(command: str, kind: str, says: str) -> None:
     with Worker([sys.executable, "-c", ECHO], {}) as worker:

@@ -147,6 +147,7 @@ def test_failed_construction_releases_everything(name: str, tmp_path: Path) -> N
         assert {"os.open", "os.pwrite", "os.ftruncate", "os.posix_fallocate", "os.fsync"} <= failed
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("files", [False, True], ids=["memory", "files"])
 def test_missing_thread_raises_at_the_first_use(files: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Update windows of one kind are flushed by ``close()`` alone, where an error would come too late."""

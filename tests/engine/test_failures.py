@@ -157,6 +157,7 @@ def test_other_parameters_are_applied_when_one_fails() -> None:
     assert same.count(False) == 1
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_half_done_step_stops_training(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocation fails in the training thread after some parameters have taken the gradient."""

@@ -256,6 +256,7 @@ def change_a_byte_of_each(chunks: list[Chunk], path: Path) -> None:
             raw.write(bytes([byte[0] ^ 1]))
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
 def test_corrupted_byte_raises_with_file_and_parameter(name: str, files: Directories) -> None:
     training = files.training(SETTINGS[name]).run(0, 4)

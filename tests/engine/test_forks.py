@@ -39,6 +39,7 @@ USES: dict[str, Callable[[Training], object]] = {
 }
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", [{"update_interval": 2}, {"policy": "zero_infinity"}], ids=["memory", "files"])
 def test_forked_child_refuses_every_use(entry: dict[str, Any] | None, options: dict[str, Any], tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_forked_child_reads_complete_weights(entry: dict[str, Any] | None) -> No
     assert in_child(read) == f"returned {weights}"
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("read", ["compiled", "uncompiled", "state_dict", "deepcopy"])
 def test_forked_child_refuses_weights_before_an_update(read: str) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)

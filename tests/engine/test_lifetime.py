@@ -110,6 +110,7 @@ def test_close_flushes_no_window_to_other_weights() -> None:
     assert_same(resumed.weights_as_they_are(), before)
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 def test_closed_optimizer_refuses_every_call(entry: dict[str, Any] | None) -> None:
     training = Training(entry).run(0, 2)

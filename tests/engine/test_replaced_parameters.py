@@ -40,6 +40,7 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
 ]
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("again", [False, True], ids=["graph", "compiled_again"])
 @pytest.mark.parametrize(("change", "text"), CHANGES)
 def test_replaced_parameter_fails_the_next_forward(change: Callable[[Any], None], text: str, again: bool) -> None:

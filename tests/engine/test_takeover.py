@@ -165,6 +165,7 @@ def test_added_group_takes_over(used: bool) -> None:
     later.close()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(
     ("options", "message"),

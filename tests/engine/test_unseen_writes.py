@@ -84,6 +84,7 @@ def test_optimizer_in_backward_notices_data_writes() -> None:
     assert_same([*model.parameters()], before)
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("repair", ["increment_version", "no_grad", "assignment"])
 def test_error_names_ways_that_equal_adamw(repair: str) -> None:
     training = Training(EAGER_BACKEND, EXACT).run(0, 3)

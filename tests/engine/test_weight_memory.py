@@ -184,6 +184,7 @@ def test_given_memory_of_an_array_is_taken_over() -> None:
     run.optimizer.close()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("part", ["begin", "end"])
 def test_given_part_of_a_tensor_is_refused(part: str) -> None:
     """Its memory is not emptied: the other part belongs to other code."""

@@ -404,6 +404,7 @@ def test_profile_counts_loads_and_write_backs() -> None:
     pair.close()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("entered", ["loaded_weights", "synchronize"])
 def test_data_write_to_loaded_weights_raises(entered: str) -> None:
     pair = Pair()

@@ -361,6 +361,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("inside", [False, True], ids=["compile_ddp", "ddp_of_compiled"])
 def test_distributed_data_parallel(inside: bool, process_group: None) -> None:
     model = Net()

@@ -154,6 +154,7 @@ def test_model_changed_later_is_refused(change: str, inner: str | None) -> None:
         optimizer.step()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("options", [{}, {"update_interval": 4}, {"update_interval": 4, "gradient_transfer": "mean"}])
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_close_after_a_change_names_the_loss(options: dict[str, Any], synchronized: bool) -> None:

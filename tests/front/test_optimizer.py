@@ -449,6 +449,7 @@ def test_frozen_quantized_weights_are_accepted(dtype: torch.dtype, entry: dict[s
     optimizer.load_state_dict(adam.state_dict())
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_unfrozen_quantized_weight_is_refused(dtype: torch.dtype) -> None:
     model = Quantized(dtype)

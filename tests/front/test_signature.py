@@ -254,6 +254,7 @@ LATER: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.tier1
 @both_entries
 @pytest.mark.parametrize(("change", "kind", "message"), LATER)
 def test_bad_value_set_later_stops_the_step(
@@ -288,6 +289,7 @@ def test_missing_value_is_named(name: str) -> None:
     training.optimizer.step()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 1.0}], ids=["unclipped", "clipped"])
 def test_bad_value_set_later_stops_the_backward(clipping: dict[str, Any]) -> None:
     """With the optimizer in backward, too, nothing of the step is applied."""
@@ -372,6 +374,7 @@ TWICE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize(("options", "named"), TWICE)
 def test_options_besides_an_optimizer_are_refused(options: dict[str, Any], named: str) -> None:
     model = small()

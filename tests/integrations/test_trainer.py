@@ -778,6 +778,7 @@ DECAY = r"weight_decay={} of the optimizer has no effect.*args\.weight_decay={}.
 DEFAULT = r"was given no {} .* its default, {},.*TrainingArguments has {}.*pass optimizer_cls_and_kwargs="
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize(
     ("keywords", "arguments", "error"),
     [

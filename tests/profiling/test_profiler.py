@@ -290,6 +290,7 @@ def test_keeps_at_most_max_events():
         profile(max_events=0)
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize(
     "wrong", [torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), torch.nn.Linear(1, 1), None]
 )

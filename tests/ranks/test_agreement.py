@@ -43,6 +43,7 @@ def first_step(rank: int, difference: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("difference", ["options", "parameters", "weights", "param groups", "versions of torch"])
 def test_different_ranks_are_refused(two_ranks: RankProcesses, difference: str) -> None:
     outcomes = two_ranks.outcomes(first_step, difference)

@@ -351,6 +351,7 @@ def synchronizes(model: nn.Module, optimizer: ZenFlowAdamW) -> None:
     optimizer.synchronize()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("name", ["re-selecting", "late"])
 @pytest.mark.parametrize("call", [one_step, flushes, synchronizes])
 def test_weights_after_a_flushed_state_are_refused(

@@ -154,6 +154,7 @@ def unlike(rank: int, options: dict[str, Any], case: str) -> list[Tensor]:
     return found
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("case", ["shards", "replicas"])
 @pytest.mark.parametrize("name", ["resident", "zenflow"])
 def test_unlike_whole_gradients_are_refused(two_ranks: RankProcesses, name: str, case: str) -> None:
@@ -260,6 +261,7 @@ def hybrid(rank: int, change: str) -> list[Tensor]:
     return whole(model)
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("change", ["options", "values in param_groups", "gradients in .grad"])
 def test_replicas_that_differ_are_refused(two_ranks: RankProcesses, change: str) -> None:
     assert all(f"different {change}" in text for text in messages(two_ranks.outcomes(hybrid, change)))
