@@ -382,7 +382,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("numpy", reason="Triton's interpreter computes with numpy")
     finished = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-q", "--tiers", "all", "-p", "no:xdist", "-p", "no:cacheprovider", __file__],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,

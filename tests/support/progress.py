@@ -65,6 +65,7 @@ class Progress:
         takes = f"; on two quiet cores at most {limit // 60} minutes" if limit and 1 in self._tiers else ""
         return f"tests of tier {names}{takes}; {COMMANDS[max(self._tiers)]}"
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         if not self._tests:
             self._expect(ids)
