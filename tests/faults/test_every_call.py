@@ -72,7 +72,7 @@ def test_trials_find_a_job_without_an_end(simulated: SimulatedProcess) -> None:
         simulated.call(defect_in_submission, trial, site, timeout=5)
 
 
-@pytest.mark.long
+@pytest.mark.long(100)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("phase", PHASES)
@@ -109,7 +109,7 @@ def test_some_interrupts_are_harmless(
     assert not wrong(tried(simulated, trial, points_of(simulated, trial, 2)))
 
 
-@pytest.mark.long
+@pytest.mark.long(100)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize(("scenario", "entry", "phase"), INTERRUPTED)

@@ -287,7 +287,9 @@ def test_resume_in_an_update_window(entry: str, interval: int, tmp_path: Path) -
     whole = train(entry, INTERVALS[interval], folder=tmp_path, **arguments)
     saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=True)
     assert (open_gradients(saved) > 0) == (interval == 4)
-    rest = train(entry, INTERVALS[interval], resume=str(tmp_path / "checkpoint-3"), **arguments)
+    rest = train(
+        entry, INTERVALS[interval], folder=tmp_path / "rest", resume=str(tmp_path / "checkpoint-3"), **arguments
+    )
     assert_trained(whole.saved(3), rest.saved(6))
     assert_bitwise(rest.weights, whole.weights)
     assert rest.logged("grad_norm") == whole.logged("grad_norm")
