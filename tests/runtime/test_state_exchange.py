@@ -367,7 +367,7 @@ def test_ended_reads_are_no_input() -> None:
         wanted, weights = wanted_after(sides.device.selection, 4, 4), InMemory(torch.zeros(12, 8))
         sides.start(made.exchange, wanted, weights=weights, reads=ThreadTicket.ended(None))
         (job,) = sides.host.exchanges
-        inputs = len(job._inputs)
+        inputs = len(job.inputs)
         held.gate.set()
         made.exchange.finish()
         assert inputs == 1
@@ -583,4 +583,4 @@ def test_ended_copies_are_forgotten() -> None:
             (job,) = sides.host.exchanges
             job.settle()
             made.workers.land()
-            assert job._inputs == job._after == ()
+            assert job.inputs == job.after == ()

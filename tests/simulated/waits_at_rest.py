@@ -78,7 +78,7 @@ class WaitsAtRest:
         """Wait for a job whose inputs have arrived. False: there is none."""
         self._jobs = [job for job in self._jobs if not job.is_settled]
         for job in self._jobs:
-            waits = (*job._inputs, *job._after), (*job._behind, *job._read_by)
+            waits = (*job.inputs, *job.after), (*job.behind, *job.read_by)
             if (
                 job.memory.queued
                 and all(each.done() for each in waits[0])

@@ -76,10 +76,10 @@ def aten_updates() -> Iterator[None]:
             if not isinstance(job.work, UpdateWork):
                 submit(workers, job)
                 continue
-            inputs: list[Any] = [*job._inputs, *job._after]
+            inputs: list[Any] = [*job.inputs, *job.after]
             for each in inputs:
                 each.wait()
-            assert not job._behind
+            assert not job.behind
             work = job.work
             update = work.addresses.owner
             aten_update(replace(update, coefficients=work.coefficients, step=work.taken, eps=work.eps))

@@ -85,6 +85,8 @@ class Job:
         behind: the jobs and copies whose memory it takes over: it waits until they are settled.
 
     Attributes:
+        inputs, after, behind, read_by: what it waits for, the last two for the jobs and the copies of ``behind``; empty
+            when it is settled.
         lane: of its events in recordings; None: they are in that of the thread.
         deadline: position of the parameter in the next forward; smaller runs earlier.
         flag: raised when it is done or has failed, so that no waiting stream hangs; None if only threads wait for it.
@@ -112,17 +114,17 @@ class Job:
         self.deadline, self.step, self.param, self.flag = deadline, step, param, flag
         self.work: Work | None = work
         self._pool = pool
-        self._inputs = inputs
-        self._after = after
-        self._behind = [user for user in behind if isinstance(user, Job)]
-        self._read_by = [user for user in behind if not isinstance(user, Job)]
+        self.inputs = inputs
+        self.after = after
+        self.behind = [user for user in behind if isinstance(user, Job)]
+        self.read_by = [user for user in behind if not isinstance(user, Job)]
         self._error: BaseException | None = None
         self.recorded = False
         # Those behind come first: a job whose input has failed ends no earlier than they do.
-        gates = [job._gate(_SETTLED, 1, native.COUNTER) for job in self._behind]
+        gates = [job._gate(_SETTLED, 1, native.COUNTER) for job in self.behind]
         gates += [input.gate() for input in inputs]
         gates += [job._gate(_STATE, native.DONE, native.STATE) for job in after]
-        gates += [copy.settled_gate() for copy in self._read_by]  # last: ``error`` counts the gates before them
+        gates += [copy.settled_gate() for copy in self.read_by]  # last: ``error`` counts the gates before them
         bounds = work.bounds
         tasks = len(bounds) - 1
         words = (native.Gate * len(gates))(*(native.Gate(*gate[:3]) for gate in gates))
@@ -183,7 +185,7 @@ class Job:
         if self.memory.state != native.FAILED:
             return None
         # First: ``release`` finds the error, and then drops them.
-        sources: tuple[Ticket | Job, ...] = (*self._behind, *self._inputs, *self._after)
+        sources: tuple[Ticket | Job, ...] = (*self.behind, *self.inputs, *self.after)
         work = self.work
         if self._error is None:
             if self.memory.error:
@@ -237,9 +239,9 @@ class Job:
             job = waiting.pop()
             if not (job in unsettled or job.is_settled):
                 unsettled[job] = None
-                waiting += (*job._after, *job._behind)
+                waiting += (*job.after, *job.behind)
         for job in reversed(unsettled):
-            for ticket in (*job._inputs, *job._read_by):
+            for ticket in (*job.inputs, *job.read_by):
                 try:
                     ticket.done()
                 except Exception as error:
@@ -255,7 +257,7 @@ class Job:
     def release(self) -> None:
         """Let go of the memory of a settled job, and of the jobs that it has waited for."""
         _ = self.error  # found through what is released
-        self._after, self._behind, self._inputs, self._read_by, self.owners, self.work = (), [], (), [], None, None
+        self.after, self.behind, self.inputs, self.read_by, self.owners, self.work = (), [], (), [], None, None
 
 
 MemoryUser = Job | Ticket
