@@ -6,6 +6,8 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tests.support import tiers as tiers_of_tests
 from tests.support.copies import Copies
 from tests.support.progress import Progress
 from tests.support.recording import RecordingEngine
-from tests.support.tiers import TIER
+from tests.support.tiers import COLLECTED, TIER
 from zenflow_compile.passes import fetch_parameters, offload_gradients, update_parameters
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device import thread_lane
@@ -33,7 +35,9 @@ _TRACE.handlers.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tiers", default="1", help='which tests run: "1", "1,2", "2" or "all" (default: %(default)s)')
+    parser.addoption(
+        "--tiers", default="1", choices=["1", "1,2", "2", "all"], help="which tests run (default: %(default)s)"
+    )
     parser.addoption("--seed", type=int, default=0, help="draws the cases of tiers 1 and 2 (default: %(default)s)")
     parser.addoption("--commit", type=int, help="draws what of tier 3 runs with tier 2 (default: by the commit's hash)")
     durations.add_options(parser)
@@ -51,6 +55,28 @@ def _tiers(config: pytest.Config) -> list[int]:
     return [1, 2, 3] if chosen == "all" else [int(each) for each in chosen.split(",")]
 
 
+def _commit(config: pytest.Config) -> int:
+    """The number that draws from tier 3: the same in all processes of a run."""
+    if (sent := getattr(config, "workerinput", {}).get("commit")) is not None:
+        return int(sent)
+    given = config.getoption("commit")
+    return tiers_of_tests.number_of_commit() if given is None else int(given)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Send the number to a process that will run tests."""
+    node.workerinput["commit"] = str(_commit(node.config))
+
+
+def _is_named(item: pytest.Item, named: list[tuple[Path, str]]) -> bool:
+    name = item.nodeid.partition("::")[2]
+    return any(
+        each and item.path == path.resolve() and (name == each or name.startswith((f"{each}[", f"{each}::")))
+        for path, each in named
+    )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     """Give each test its tier, let -m and -k choose, and keep those of the chosen tiers and those that are named.
@@ -59,16 +85,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     record, tiers = tiers_of_tests.Durations.read(), _tiers(config)
     tiers_of_tests.assign(items, record, config.getoption("seed"))
-    if 2 in tiers and 3 not in tiers:
-        number = config.getoption("commit")
-        number = tiers_of_tests.number_of_commit() if number is None else number
-        for item in tiers_of_tests.drawn_by_commit(items, record, number):
+    config.stash[COLLECTED] = list(items)
+    if 3 not in tiers:
+        for item in tiers_of_tests.drawn_by_commit(items, record, _commit(config)):
             item.stash[TIER] = 2
     yield
-    named = tuple(arg for arg in config.args if "::" in arg)
+    named = [
+        (Path(config.invocation_params.dir, file), name) for file, _, name in (a.partition("::") for a in config.args)
+    ]
     kept, dropped, later = [], [], Counter[int]()
     for item in items:
-        if item.stash[TIER] in tiers or (named and item.nodeid.startswith(named)):
+        if item.stash[TIER] in tiers or _is_named(item, named):
             kept.append(item)
         else:
             dropped.append(item)

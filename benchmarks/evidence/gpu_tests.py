@@ -39,7 +39,18 @@ def measure(setting: Setting, emit: Emit) -> None:
     reporter = _Reporter(emit)
     tests = ROOT / "tests"
     chosen = tests / "gpu" if setting.tiny else tests
-    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--show-capture=no", "--rootdir", str(ROOT)]
+    options = [
+        "-q",
+        "-m",
+        "gpu",
+        "--tiers",
+        "all",
+        "-p",
+        "no:cacheprovider",
+        "--show-capture=no",
+        "--rootdir",
+        str(ROOT),
+    ]
     status = pytest.main([*options, str(chosen)], plugins=[reporter])
     if status != pytest.ExitCode.OK:
         raise RuntimeError(f"pytest ended with status {int(status)}; outcomes: {reporter.outcomes}")

@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 
 from tests.support.progress import remaining
-from tests.support.tiers import LIMITS, PARTS, ROOT, START, TIER, Durations, assign, drawn_by_commit, wall_seconds
+from tests.support.tiers import (
+    COLLECTED,
+    LIMITS,
+    PARTS,
+    ROOT,
+    START,
+    TIER,
+    Durations,
+    assign,
+    drawn_by_commit,
+    wall_seconds,
+)
 
 PROCESSES = 2
 
@@ -29,11 +40,23 @@ def over_limits(items: list[pytest.Item], durations: Durations) -> dict[int, flo
     return {tier: seconds for tier, seconds in sums.items() if seconds > LIMITS[tier]}
 
 
-def test_tiers_stay_within_their_limits(request: pytest.FixtureRequest) -> None:
-    """Complete runs have complete tiers here."""
-    assert over_limits(request.session.items, Durations.read()) == {}, (
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """All tests without a GPU, of all tiers, if the run is of the whole suite."""
+    return [item for item in request.config.stash[COLLECTED] if not item.get_closest_marker("gpu")]
+
+
+def test_tiers_stay_within_their_limits(collected: list[pytest.Item]) -> None:
+    assert over_limits(collected, Durations.read()) == {}, (
         "seconds of tiers; make tests cheaper, or mark cases as a matrix, and record with --record-durations"
     )
+
+
+def test_every_test_has_a_record(collected: list[pytest.Item]) -> None:
+    durations = Durations.read()
+    unknown = {item.nodeid.partition("[")[0] for item in collected if durations.of(item.nodeid) is None}
+    in_tier_3 = {item.nodeid.partition("[")[0] for item in collected if item.get_closest_marker("long")}
+    assert not unknown - in_tier_3, "run them with --record-durations: seconds choose the tier of a test"
 
 
 class Case:
@@ -106,12 +129,14 @@ def test_outgrown_tiers_are_found() -> None:
     assert over_limits(items, durations).keys() == {1}
 
 
-def test_records_forget_functions_that_are_gone(tmp_path: Path) -> None:
+def test_record_has_the_mean_of_cases(tmp_path: Path) -> None:
     durations = Durations()
     durations.update({"tests/a.py::test[1]": 1.0, "tests/a.py::test[2]": 2.0, "tests/b.py::test": 1.0})
-    durations.keep(["tests/a.py::test[3]"])
     durations.write(tmp_path / "durations.json")
-    assert Durations.read(tmp_path / "durations.json").seconds == {"tests/a.py": {"test": 1.5}}
+    assert Durations.read(tmp_path / "durations.json").seconds == {
+        "tests/a.py": {"test": 1.5},
+        "tests/b.py": {"test": 1.0},
+    }
 
 
 @pytest.mark.parametrize("slowness", [0.7, 1.0, 3.0])

@@ -76,7 +76,8 @@ class _Sums:
         self._spent: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._tests[report.nodeid][report.when or "call"] += report.duration
+        if report.when in _PHASES:  # not that of a process that died
+            self._tests[report.nodeid][report.when] += report.duration
         for name, value in report.user_properties:
             if name == "spent":
                 for what, amount in value.items():  # type: ignore[attr-defined]

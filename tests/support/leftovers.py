@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ import pytest
 
 _RUN = "ZENFLOW_COMPILE_TEST_RUN"
 _FOLDERS = "zenflow-compile-tests-"
-_MANAGED = ("pytest-", "pymp-", "torchinductor")
-"""Beginnings of the names of files that pytest, multiprocessing and Inductor keep until the end of a run."""
+_MANAGED = ("pytest-", "pymp-", "torchinductor", ".", "build")
+"""Beginnings of the names of files that pytest, multiprocessing, Inductor and other tools keep."""
 
 _HANG = 30.0
 """Seconds after a test's time limit, at which pytest-timeout interrupts it, until its process ends."""
 
-_END = 2.0
+_END = 10.0
 """Seconds that processes have to end after those that started them."""
 
 
@@ -83,7 +84,7 @@ class _Run:
             self._left.update(self.worker.left)
         for pid, test in _processes_left().items():
             self._messages.append(f"{test} left process {pid} ({_command(pid)}), which was killed")
-            os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         for path, test in self._left.items():
             if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
                 self._messages.append(f"{test}, or another test at that time, left {path}")
@@ -112,16 +113,21 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _processes_left() -> dict[int, str]:
-    """The processes of this run that do not end, and the tests that have started them."""
-    deadline = time.monotonic() + _END
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _processes_left(seconds: float = _END) -> dict[int, str]:
+    """The processes of this run that do not end within ``seconds``, and the tests that have started them."""
+    deadline = time.monotonic() + seconds
     while True:
         left = {}
         for name in filter(str.isdigit, os.listdir("/proc")):
             environment = _environment(int(name))
             if environment.get(_RUN) == os.environ[_RUN] and not _ends_with_us(int(name)):
-                test = environment.get("PYTEST_CURRENT_TEST", "a process that runs tests")
-                left[int(name)] = test.rpartition(" ")[0] or test
+                test = environment.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+                left[int(name)] = test or "a test of a process that was forked"
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
@@ -129,15 +135,25 @@ def _processes_left() -> dict[int, str]:
 
 def _ends_with_us(pid: int) -> bool:
     """Whether this is a server of ``multiprocessing``, which ends with the process that uses it."""
-    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    try:
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    except OSError:  # it has ended
+        return True
     return int(parent) == os.getpid() and "multiprocessing" in _command(pid)
 
 
 def _remove_dead(parent: Path) -> None:
     """Remove the folders of runs that were killed."""
     for folder in parent.glob(f"{_FOLDERS}*"):
-        if not Path("/proc", folder.name.removeprefix(_FOLDERS)).exists():
+        if not Path("/proc", folder.name.removeprefix(_FOLDERS).partition("-")[0]).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(folder: Path) -> None:
+    """Remove what is left after an interrupted clean-up, too."""
+    for pid in _processes_left(seconds=0):
+        _kill(pid)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -146,14 +162,14 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     worker = getattr(config, "workerinput", {}).get("workerid")
     if worker is None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)
         parent = Path(tempfile.gettempdir())
         _remove_dead(parent)
-        folder = parent / f"{_FOLDERS}{os.getpid()}"
-        folder.mkdir(mode=0o700)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDERS}{os.getpid()}-"))
         # After multiprocessing has removed its own, which has priority -100.
-        Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-200)
-        os.environ[_RUN] = str(os.getpid())
+        Finalize(None, _end, args=(folder,), exitpriority=-200)
+        os.environ[_RUN] = folder.name
         # Compiled graphs stay for the next run, as they do for users.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{getpass.getuser()}"))
         config.pluginmanager.register(run := _Run())

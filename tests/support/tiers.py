@@ -40,6 +40,9 @@ PARTS = 10
 
 TIER = pytest.StashKey[int]()
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""The tests that were collected, of all tiers, in the ``stash`` of the configuration."""
+
 
 @dataclass
 class Durations:
@@ -79,14 +82,6 @@ class Durations:
             of_functions[file, case.partition("[")[0]].append(seconds)
         for (file, name), found in of_functions.items():
             self.seconds.setdefault(file, {})[name] = round(sum(found) / len(found), 2)
-
-    def keep(self, nodeids: Iterable[str]) -> None:
-        """Forget functions that are not among ``nodeids``."""
-        names = {(file, case.partition("[")[0]) for file, _, case in (each.partition("::") for each in nodeids)}
-        for file in list(self.seconds):
-            self.seconds[file] = {name: each for name, each in self.seconds[file].items() if (file, name) in names}
-            if not self.seconds[file]:
-                del self.seconds[file]
 
 
 def wall_seconds(test_seconds: float, processes: int) -> float:
