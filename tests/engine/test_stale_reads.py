@@ -479,8 +479,9 @@ def stale_reads(entry: dict[str, Any] | None, policy: str, folder: Path, steps: 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_no_read_between_steps_is_stale(policy: str, entry: dict[str, Any] | None, tmp_path: Path) -> None:
-    stale, refused = stale_reads(entry, policy, tmp_path, 48)
+@pytest.mark.parametrize("steps", [48, pytest.param(200, marks=pytest.mark.long)])
+def test_no_read_between_steps_is_stale(policy: str, entry: dict[str, Any] | None, steps: int, tmp_path: Path) -> None:
+    stale, refused = stale_reads(entry, policy, tmp_path, steps)
     assert stale == 0
     overlaps = entry is not None and policy in {"zenflow", "windows", "auto", "warm_up", "summed", "streamed", "files"}
     assert (refused > 0) == overlaps
@@ -488,8 +489,9 @@ def test_no_read_between_steps_is_stale(policy: str, entry: dict[str, Any] | Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zenflow", "windows", "auto"])
-def test_no_read_is_stale_under_inductor(policy: str, tmp_path: Path) -> None:
-    stale, refused = stale_reads({"backend": "zenflow"}, policy, tmp_path, 24)
+@pytest.mark.parametrize("steps", [24, pytest.param(200, marks=pytest.mark.long)])
+def test_no_read_is_stale_under_inductor(policy: str, steps: int, tmp_path: Path) -> None:
+    stale, refused = stale_reads({"backend": "zenflow"}, policy, tmp_path, steps)
     assert stale == 0
     assert refused > 0
 

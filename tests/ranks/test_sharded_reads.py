@@ -18,11 +18,10 @@ from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS = 50
 CLOSE = 1e-4  # of weights of about 1: fp32 rounds differently in the two optimizers
 
 
-def reads(rank: int, policy: str) -> tuple[int, float]:
+def reads(rank: int, policy: str, steps: int) -> tuple[int, float]:
     """Return how many reads raised, and the largest difference that one of the others found."""
     options: dict[str, Any] = ALL_POLICIES[policy]
     raised, largest = 0, 0.0
@@ -32,7 +31,7 @@ def reads(rank: int, policy: str) -> tuple[int, float]:
         model, expected = sharded(uneven), sharded(uneven)
         optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options)
         adamw = torch.optim.AdamW(expected.parameters(), **ADAM)
-        for step in range(STEPS):
+        for step in range(steps):
             for each, stepping in ((model, optimizer), (expected, adamw)):
                 x, y = batch(step, rank, 2)
                 F.cross_entropy(each(x), y).backward()
@@ -57,8 +56,9 @@ def reads(rank: int, policy: str) -> tuple[int, float]:
 @pytest.mark.filterwarnings("ignore:policy=:UserWarning")
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-def test_no_read_of_shards_is_stale(policy: str, ranks: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.long)])
+def test_no_read_of_shards_is_stale(policy: str, ranks: str, steps: int, request: pytest.FixtureRequest) -> None:
     processes: RankProcesses = request.getfixturevalue(ranks)
-    for raised, largest in processes.call(reads, policy, timeout=240):
+    for raised, largest in processes.call(reads, policy, steps, timeout=240):
         assert largest < CLOSE
         assert bool(raised) == (policy == "zenflow")
