@@ -98,6 +98,11 @@ class Run:
         return load_file(Path(self.trainer.args.output_dir) / f"checkpoint-{step}" / "model.safetensors")
 
 
+def output_folder() -> str:
+    """A folder that pytest's are next to, which goes at the end of the run."""
+    return tempfile.mkdtemp(prefix="pytest-trainer-")
+
+
 def model_of() -> nn.Module:
     return tiny_llama(num_hidden_layers=1)
 
@@ -130,7 +135,7 @@ def train(
     elif entry == "named":
         register_backend()
         arguments["torch_compile_backend"] = "zenflow"
-    output = tempfile.mkdtemp() if folder is None else folder
+    output = output_folder() if folder is None else folder
     built = trainer(
         model=model,
         args=TrainingArguments(output_dir=str(output), **{**ARGUMENTS, **arguments}),
@@ -229,7 +234,7 @@ def test_optimizers_argument_and_a_model_cast_later() -> None:
         optimizer = optimizer_class(model.parameters(), **options)
         trainer = Moves(
             model=model,
-            args=TrainingArguments(output_dir=tempfile.mkdtemp(), **ARGUMENTS),
+            args=TrainingArguments(output_dir=output_folder(), **ARGUMENTS),
             train_dataset=Tokens(24),
             optimizers=(optimizer, None),
         )
@@ -394,7 +399,7 @@ def test_evaluation_and_prediction_before_training() -> None:
         trainer = InnerEagerTrainer(
             model=model_of(),
             args=TrainingArguments(
-                output_dir=tempfile.mkdtemp(), torch_compile_backend=None if options is None else "zenflow", **ARGUMENTS
+                output_dir=output_folder(), torch_compile_backend=None if options is None else "zenflow", **ARGUMENTS
             ),
             train_dataset=Tokens(24),
             eval_dataset=Tokens(8),
@@ -444,7 +449,7 @@ def test_model_init_makes_models_anew() -> None:
     for options, trained in zip((None, EXACT), found, strict=True):
         trainer = Trainer(
             model_init=lambda trial=None: model_of(),
-            args=TrainingArguments(output_dir=tempfile.mkdtemp(), **ARGUMENTS),
+            args=TrainingArguments(output_dir=output_folder(), **ARGUMENTS),
             train_dataset=Tokens(24),
             optimizer_cls_and_kwargs=options and (zf.ZenFlowAdamW, options),
         )
@@ -473,7 +478,7 @@ def test_collected_trainer_releases_everything() -> None:
 def another_trainer(model: nn.Module) -> Trainer:
     return Trainer(
         model=model,
-        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **{**ARGUMENTS, "max_steps": 1}),
+        args=TrainingArguments(output_dir=output_folder(), **{**ARGUMENTS, "max_steps": 1}),
         train_dataset=Tokens(24),
         optimizer_cls_and_kwargs=(zf.ZenFlowAdamW, WINDOWED),
     )
@@ -767,7 +772,7 @@ def given(keywords: Mapping[str, Any], **arguments: Any) -> Trainer:
     defaults = {name: value for name, value in ARGUMENTS.items() if name not in names}
     trainer = Trainer(
         model=model_of(),
-        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **{**defaults, "max_steps": 1, **arguments}),
+        args=TrainingArguments(output_dir=output_folder(), **{**defaults, "max_steps": 1, **arguments}),
         train_dataset=Tokens(24),
         optimizer_cls_and_kwargs=(zf.ZenFlowAdamW, dict(keywords)),
         callbacks=[ZenFlowCallback()],
@@ -822,7 +827,7 @@ def test_groups_of_the_user_decide() -> None:
     optimizer = zf.ZenFlowAdamW(groups, weight_decay=0.1)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **{**ARGUMENTS, "adam_epsilon": 1e-8, "max_steps": 1}),
+        args=TrainingArguments(output_dir=output_folder(), **{**ARGUMENTS, "adam_epsilon": 1e-8, "max_steps": 1}),
         train_dataset=Tokens(24),
         optimizers=(optimizer, None),
         callbacks=[ZenFlowCallback()],
@@ -870,7 +875,7 @@ def test_model_wrapped_by_torch_compile_gets_no_batch() -> None:
     """The Trainer drops all columns, as the wrapper's signature names none; the same with any backend."""
     trainer = Trainer(
         model=torch.compile(model_of(), backend="eager"),
-        args=TrainingArguments(output_dir=tempfile.mkdtemp(), **ARGUMENTS),
+        args=TrainingArguments(output_dir=output_folder(), **ARGUMENTS),
         train_dataset=Tokens(24),
     )
     with pytest.raises(ValueError, match="batch received was empty"):

@@ -203,7 +203,7 @@ def suite(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("name", BAD_TESTS)
 def test_bad_test_is_named(suite: Any, tmp_path: Path, name: str) -> None:
     output, _ = (run := suite(BAD_TESTS[name])).communicate(timeout=120)
-    assert run.returncode == 1
+    assert run.returncode == (0 if name.startswith("leaves") else 1)
     assert re.search(r"\b[12] passed", output)
     assert "test_few.py::test_bad" in output.partition("test session starts")[2]
     assert list((tmp_path / "temporary").iterdir()) == []

@@ -79,7 +79,7 @@ class _Run:
         self._left.update(getattr(node, "workeroutput", {}).get("left", {}))
 
     @pytest.hookimpl(trylast=True)  # after the processes that run tests have ended
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self) -> None:
         if self.worker is not None:
             self._left.update(self.worker.left)
         for pid, test in _processes_left().items():
@@ -88,8 +88,6 @@ class _Run:
         for path, test in self._left.items():
             if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
                 self._messages.append(f"{test}, or another test at that time, left {path}")
-        if self._messages and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for message in self._messages:
