@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.simulated.build import build, missing
 from tests.simulated.process import SimulatedProcess
-from tests.support import durations, leftovers
+from tests.support import durations, left_behind
 from tests.support import tiers as tiers_of_tests
 from tests.support.copies import Copies
 from tests.support.progress import Progress
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    leftovers.pytest_configure(config)
+    left_behind.pytest_configure(config)
     durations.register(config)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config, _tiers(config)), "progress")

@@ -177,7 +177,7 @@ def suite(tmp_path: Path) -> Iterator[Any]:
         (tmp_path / "test_few.py").write_text(f"{imports}\n{lines}\ndef test_good(): pass\n")
         options = [
             "-p",
-            "tests.support.leftovers",
+            "tests.support.left_behind",
             "-p",
             "no:cacheprovider",
             "-n",

@@ -1,6 +1,6 @@
 """Names the tests that hang, and those that leave processes or files behind, and removes what they leave.
 
-    python -m pytest -p tests.support.leftovers
+    python -m pytest -p tests.support.left_behind
 
 The temporary files of a run are in one folder, which goes at its end, also if it is interrupted.
 """
