@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 
 from tests.simulated.build import build, missing
 from tests.simulated.process import SimulatedProcess
-from tests.support import durations, left_behind
+from tests.support import compilation, durations, left_behind
 from tests.support import tiers as tiers_of_tests
 from tests.support.copies import Copies
 from tests.support.progress import Progress
@@ -25,13 +24,6 @@ from zenflow_compile.passes import fetch_parameters, offload_gradients, update_p
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.parameters import host_weights
-
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-"""PyTorch flushes the processor's caches after each compilation, for 30 ms, to write a time into its logs."""
-
-_TRACE = logging.getLogger("torch.__trace")
-_TRACE.propagate = True  # else pytest attaches handlers, for which PyTorch and our passes print every graph
-_TRACE.handlers.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    compilation.measure_no_guards()
+    compilation.print_no_graphs()
     left_behind.pytest_configure(config)
     durations.register(config)
     if not hasattr(config, "workerinput"):
@@ -66,14 +60,14 @@ def _commit(config: pytest.Config) -> int:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Send the number to a process that will run tests."""
-    node.workerinput["commit"] = str(_commit(node.config))
+    node.workerinput["commit"] = str(_commit(node.config))  # too large for a number of execnet
 
 
-def _is_named(item: pytest.Item, named: list[tuple[Path, str]]) -> bool:
+def _is_named(item: pytest.Item, arguments: list[tuple[Path, str]]) -> bool:
+    """Whether an argument of the command names this test, or one of its cases."""
     name = item.nodeid.partition("::")[2]
     return any(
-        each and item.path == path.resolve() and (name == each or name.startswith((f"{each}[", f"{each}::")))
-        for path, each in named
+        each and name in (each, f"{each}[{name.partition('[')[2]}") and item.path == file for file, each in arguments
     )
 
 
@@ -90,9 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in tiers_of_tests.drawn_by_commit(items, record, _commit(config)):
             item.stash[TIER] = 2
     yield
-    named = [
-        (Path(config.invocation_params.dir, file), name) for file, _, name in (a.partition("::") for a in config.args)
-    ]
+    parts = [argument.partition("::") for argument in config.args]
+    named = [(Path(config.invocation_params.dir, file).resolve(), name) for file, _, name in parts]
     kept, dropped, later = [], [], Counter[int]()
     for item in items:
         if item.stash[TIER] in tiers or _is_named(item, named):
@@ -105,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if (output := getattr(config, "workeroutput", None)) is not None:
         output["later"] = dict(later)
     else:
-        config.pluginmanager.get_plugin("progress").note_later(later)  # type: ignore[union-attr]
+        config.pluginmanager.get_plugin("progress").later = later  # type: ignore[union-attr]
 
 
 def pytest_collection_finish() -> None:

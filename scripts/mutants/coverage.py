@@ -31,7 +31,6 @@ BY_NAME = ("-m", "not gpu")
 LEFT_OUT = ("tests/structure/", "tests/scripts/", "tests/simulated/test_mutants.py", "tests/ranks/test_mutants.py")
 LEFT_OUT_NAMES = ("hazard", "stale_without_the_guard")
 """Files and names of tests that read the source, or change it: with a mutant they fail whatever the mutant does."""
-IN_ONE_PROCESS = 60  # tests, of those that reach a mutant
 
 
 @dataclass(frozen=True)

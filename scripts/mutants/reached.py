@@ -1,6 +1,6 @@
 """Which tests reach which changed places: a copy of this file, in an instrumented package, is also a pytest plugin.
 
-``scripts/mutants.py`` copies it to ``zenflow_compile/reached.py`` of a temporary checkout, inserts calls of ``reach``
+``coverage.py`` copies it to ``zenflow_compile/reached.py`` of a temporary checkout, inserts calls of ``reach``
 there, and runs ``python -m pytest -p zenflow_compile.reached``. A child process may live longer than one test, such as
 that of the simulated device. So the number of the current test is in memory that all processes of a run map.
 """

@@ -264,10 +264,10 @@ _OF_ONE_RANK = {**MUTANTS, **WEIGHT_MUTANTS, **MEMORY_MUTANTS}
 def is_found(simulated: SimulatedProcess, name: str) -> bool:
     """Whether the run with the hazard differs from the CPU's, or fails, and the one without it does not."""
     try:
-        found = simulated.call(_shows, name)
+        found = simulated.call(_shows, name, timeout=120)
     except SimulatedCrash:  # by an index that it read too early, which not every kernel checks
         found = True
-    return found and simulated.call(differing, [_OF_ONE_RANK[name].shown_by]) == []
+    return found and simulated.call(differing, [_OF_ONE_RANK[name].shown_by], timeout=120) == []
 
 
 def _shows(name: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.left_behind import environment_of
 from tests.support.progress import remaining
 from tests.support.tiers import (
     COLLECTED,
@@ -148,8 +149,6 @@ def test_time_left_is_right_within_a_factor_of_two(slowness: float) -> None:
         assert 0.5 < estimate / (slowness * (total - done) / processes) < 2.0
 
 
-# Runs of other tests in processes of their own.
-
 BAD_TESTS = {
     "dies": "def test_bad(): os.kill(os.getpid(), signal.SIGKILL)",
     "hangs": """
@@ -233,14 +232,7 @@ def test_interrupted_run_leaves_nothing(suite: Any, tmp_path: Path, number: int)
     assert not running(tmp_path)
 
 
-def running(folder: Path) -> list[int]:
+def running(folder: Path) -> list[str]:
     """The processes whose temporary files are in ``folder``."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            environment = Path("/proc", pid, "environ").read_bytes()
-        except OSError:
-            continue
-        if f"TMPDIR={folder}".encode() in environment:
-            found.append(int(pid))
-    return found
+    pids = filter(str.isdigit, os.listdir("/proc"))
+    return [pid for pid in pids if environment_of(int(pid)).get("TMPDIR", "").startswith(str(folder))]

@@ -94,8 +94,8 @@ class _Run:
             terminalreporter.write_line(f"LEFT BEHIND: {message}", red=True)
 
 
-def _environment(pid: int) -> dict[str, str]:
-    """With what a process started; empty if it has ended, or is of another user."""
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process started with; empty if it has ended, or is another user's."""
     try:
         parts = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -122,7 +122,7 @@ def _processes_left(seconds: float = _END) -> dict[int, str]:
     while True:
         left = {}
         for name in filter(str.isdigit, os.listdir("/proc")):
-            environment = _environment(int(name))
+            environment = environment_of(int(name))
             if environment.get(_RUN) == os.environ[_RUN] and not _ends_with_us(int(name)):
                 test = environment.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
                 left[int(name)] = test or "a test of a process that was forked"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,19 +41,19 @@ def clock(seconds: float) -> str:
 class Progress:
     """Writes the bar: a line that is replaced on a terminal, and one line per tenth of the run elsewhere."""
 
-    def __init__(self, config: pytest.Config, tiers: Sequence[int], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: pytest.Config, tiers: Sequence[int]) -> None:
         self._plugins = config.pluginmanager
         self._processes = max(1, config.getoption("numprocesses", None) or 1)
         self._quiet = config.get_verbosity() == 0
         self._tiers = tiers
         self._durations = Durations.read()
-        self._now = now
-        self._start = now()
+        self._start = time.monotonic()
         self._begin = 0.0
         self._total = self._done = 0.0
         self._tests = self._finished = 0
         self._written = -1
-        self._later: Counter[int] = Counter()
+        self.later: Counter[int] = Counter()
+        """How many tests of each tier this run leaves out."""
 
     @property
     def _terminal(self) -> Any:
@@ -77,7 +77,7 @@ class Progress:
     def _expect(self, nodeids: Sequence[str]) -> None:
         self._tests = len(nodeids)
         self._total = self._durations.total(nodeids)
-        self._begin = self._now()
+        self._begin = time.monotonic()
         takes = wall_seconds(self._total, self._processes)
         self._terminal.ensure_newline()
         self._terminal.write_line(
@@ -114,7 +114,7 @@ class Progress:
             return
         else:
             self._written = tenth
-        elapsed = self._now() - self._begin
+        elapsed = time.monotonic() - self._begin
         left = remaining(self._total, self._done, elapsed, self._processes)
         bar = "#" * round(_WIDTH * share)
         line = f"[{bar:<{_WIDTH}}] {share:4.0%}  {self._finished:,} of {self._tests:,} tests, {clock(left)} left"
@@ -123,17 +123,13 @@ class Progress:
         else:
             self._terminal.write_line(line)
 
-    def note_later(self, counts: Counter[int]) -> None:
-        """Tell how many tests each tier has of those that this run left out."""
-        self._later = counts
-
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        counts = getattr(node, "workeroutput", {}).get("later", {})
-        self.note_later(Counter({int(tier): count for tier, count in counts.items()}))
+        if counts := getattr(node, "workeroutput", {}).get("later"):  # a process that died has sent none
+            self.later = Counter(counts)
 
     def pytest_terminal_summary(self) -> None:
-        took = clock(self._now() - self._start)
+        took = clock(time.monotonic() - self._start)
         self._terminal.write_line(f"{self._finished:,} of {self._tests:,} tests ran in {took} minutes.")
-        for tier, count in sorted(self._later.items()):
+        for tier, count in sorted(self.later.items()):
             self._terminal.write_line(f"Left out: {count:,} tests of tier {tier}, which `{COMMANDS[tier]}` runs.")

@@ -29,7 +29,7 @@ START = 30.0
 EACH_CASE = 0.2
 """Tier 1 runs one case of a test whose cases take longer, in seconds."""
 
-DEAR = 3.0
+LONGEST = 3.0
 """Tier 1 runs no test that takes longer, in seconds."""
 
 UNKNOWN = 1.0
@@ -101,9 +101,9 @@ def assign(items: Sequence[pytest.Item], durations: Durations, seed: int) -> Non
             matrix = _drawn(matrix, marker.args[0], draw)
         seconds = durations.of(cases[0].nodeid) or 0.0
         first = [case for case in matrix if case.get_closest_marker("tier1")]
-        if seconds <= EACH_CASE or (seconds <= DEAR and len(cases) == 1):
+        if seconds <= EACH_CASE or (seconds <= LONGEST and len(cases) == 1):
             first = matrix
-        elif seconds <= DEAR and matrix and not first:
+        elif seconds <= LONGEST and matrix and not first:
             first = [draw.choice(matrix)]
         for case in cases:
             case.stash[TIER] = 1 if case in first else 2 if case in matrix else 3
