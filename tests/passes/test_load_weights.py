@@ -211,8 +211,11 @@ def test_graphs_read_loaded_weights(
     assert not engine.kept
     assert not engine.present
     assert set(engine.loads) == set(engine.home)
+    # Inductor does not fuse operations across the end of a weight's use, and then rounds at other places.
+    exact = inner != "inductor" or name not in ("views", "graph break")
+    rounding = 0.0 if exact else 4 * torch.finfo(dtype or torch.float32).eps
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=0.0, atol=rounding * other.abs().max().item())
 
 
 @pytest.mark.slow
