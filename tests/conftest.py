@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tiers", default="1", choices=["1", "1,2", "2", "all"], help="which tests run (default: %(default)s)"
     )
     parser.addoption("--seed", type=int, default=0, help="draws the cases of tiers 1 and 2 (default: %(default)s)")
-    parser.addoption("--commit", type=int, help="draws what of tier 3 runs with tier 2 (default: by the commit's hash)")
+    parser.addoption("--commit", help="number that draws what of tier 3 runs with tier 2, or none (default: the hash)")
     durations.add_options(parser)
 
 
@@ -49,18 +49,16 @@ def _tiers(config: pytest.Config) -> list[int]:
     return [1, 2, 3] if chosen == "all" else [int(each) for each in chosen.split(",")]
 
 
-def _commit(config: pytest.Config) -> int:
-    """The number that draws from tier 3: the same in all processes of a run."""
-    if (sent := getattr(config, "workerinput", {}).get("commit")) is not None:
-        return int(sent)
-    given = config.getoption("commit")
-    return tiers_of_tests.number_of_commit() if given is None else int(given)
+def _commit(config: pytest.Config) -> str:
+    """The number that draws from tier 3, or "none": the same in all processes of a run."""
+    given = getattr(config, "workerinput", {}).get("commit") or config.getoption("commit")
+    return str(given or tiers_of_tests.number_of_commit())
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Send the number to a process that will run tests."""
-    node.workerinput["commit"] = str(_commit(node.config))  # too large for a number of execnet
+    node.workerinput["commit"] = _commit(node.config)
 
 
 def _is_named(item: pytest.Item, arguments: list[tuple[Path, str]]) -> bool:
@@ -80,8 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     record, tiers = tiers_of_tests.Durations.read(), _tiers(config)
     tiers_of_tests.assign(items, record, config.getoption("seed"))
     config.stash[COLLECTED] = list(items)
-    if 3 not in tiers:
-        for item in tiers_of_tests.drawn_by_commit(items, record, _commit(config)):
+    if 3 not in tiers and (commit := _commit(config)) != "none":
+        for item in tiers_of_tests.drawn_by_commit(items, record, int(commit)):
             item.stash[TIER] = 2
     yield
     parts = [argument.partition("::") for argument in config.args]

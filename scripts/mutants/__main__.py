@@ -1,15 +1,16 @@
 """Proves that the tests find the defects of ``tests/mutants``: ``python -m scripts.mutants``.
 
 A mutant is a patch of the product. Above the diff are a sentence that says what the defect is, and ``Tier: 1`` or
-``Tier: 2``: the tier of tests that must find it. ``Tests: PATH...`` names the tests that reach a change of C++.
+``Tier: 2``: the tier of tests that must find it. ``Tests: PATH...`` names tests that run first, such as those that
+reach a change of C++.
 
 1. Each patch must apply to the working tree. A change of the product ports the patches of the lines that it changes.
 2. One run of each tier's tests, in a copy of the last commit with a probe at each changed place (``probes.py``), tells
    which tests reach which mutants. ``build/mutants`` keeps the result.
-3. In another copy, each mutant runs the tests that reach it, those of tier 1 first, the cheapest ones first, until one
-   fails that passes without the mutant. If none does, all tests of tier 2 run.
+3. In other copies, each mutant runs the tests that it names, then those of tier 1 that reach it, the cheapest ones
+   first, until one fails that passes without the mutant; then those of tier 2, and then all of tiers 1 and 2.
 4. ``tests/mutants/results.json`` gets each result as soon as it is known. A mutant that has a result is not run again,
-   unless its patch has changed or ``--again`` is given.
+   unless its patch, the files that it changes or the test that found it have changed, or ``--again`` is given.
 
 The run fails if a patch does not apply, if a mutant survives, or if one of tier 1 is found by tier 2 alone.
 """
@@ -18,22 +19,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
-from scripts.mutants.coverage import BY_NAME, LEFT_OUT, LEFT_OUT_NAMES, TIERS, Coverage, coverage_of, run_tests, workers
+from scripts.mutants import outcomes
+from scripts.mutants.coverage import BY_NAME, LEFT_OUT, LEFT_OUT_NAMES, TIERS, Coverage, coverage_of, run_tests
 from scripts.mutants.patches import FOLDER, Mutant, checkout, git, head, read_mutants, refused
 
 RESULTS = FOLDER / "results.json"
 IN_ONE_PROCESS = 60  # tests, of those that reach a mutant
-_RESULT = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.MULTILINE)
-_STARTED = re.compile(r"^(tests/\S+::\w+(?:\[.*?\])?)(?=\s|$)", re.MULTILINE)
+TESTS_FAILED, NO_TESTS = 1, 5
+"""What pytest exits with."""
+
+Runs = Iterator[Sequence[str]]
+"""The arguments of the runs of pytest that may find a mutant, in this order."""
 
 
 @dataclass(frozen=True)
@@ -47,45 +54,78 @@ class Result:
     found_by: str | None = None
 
 
-def judge(tree: Path, mutant: Mutant, covered: Callable[[int], Coverage], processes: int) -> Result:
-    """Run the tests that reach ``mutant`` until one finds it."""
-    begin = time.monotonic()
-    tried: set[str] = set()
-    for tier in TIERS:
-        coverage = covered(tier)
-        tests = sorted(set(coverage.reached.get(mutant.name, ())) - tried, key=coverage.seconds.__getitem__)
-        tried.update(tests)
-        for at in range(0, len(tests), IN_ONE_PROCESS):
-            if found := _finds(tree, mutant, [*BY_NAME, *tests[at : at + IN_ONE_PROCESS]]):
-                return _result(mutant, begin, tier, found)
-    whole = [*TIERS[max(TIERS)], *(f"--ignore={each}" for each in LEFT_OUT), *workers(processes)]
-    found = _finds(tree, mutant, [*whole, "-k", f"not ({' or '.join(LEFT_OUT_NAMES)})"])
-    return _result(mutant, begin, max(TIERS) if found else None, found)
+class Search:
+    """Runs tests on mutants, several at a time, each in a copy of the last commit."""
+
+    def __init__(self, trees: Sequence[Path], found: Callable[[Mutant, Result], None]) -> None:
+        self._trees: SimpleQueue[Path] = SimpleQueue()
+        for tree in trees:
+            self._trees.put(tree)
+        self._count = len(trees)
+        self._found = found
+
+    def survivors(self, mutants: Sequence[Mutant], runs: Callable[[Mutant], Runs]) -> list[Mutant]:
+        """The mutants that none of their ``runs`` finds; ``found`` gets the others' results."""
+        left = []
+        with ThreadPoolExecutor(self._count) as threads:
+            jobs = {threads.submit(self._judge, each, runs(each)): each for each in mutants}
+            try:
+                for job in as_completed(jobs):
+                    if (result := job.result()) is None:
+                        left.append(jobs[job])
+                    else:
+                        self._found(jobs[job], result)
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+        return left
+
+    def _judge(self, mutant: Mutant, runs: Runs) -> Result | None:
+        tree, begin = self._trees.get(), time.monotonic()
+        try:
+            test = next(filter(None, (_finds(tree, mutant, arguments) for arguments in runs)), None)
+        finally:
+            self._trees.put(tree)
+        if test is None:
+            return None
+        return Result(mutant.digest, head(), round(time.monotonic() - begin, 1), None, test)
 
 
-def _result(mutant: Mutant, begin: float, tier: int | None, found_by: str | None) -> Result:
-    return Result(mutant.digest, head(), round(time.monotonic() - begin, 1), tier, found_by)
+def reaching(mutant: Mutant, coverage: Coverage, left_out: Coverage | None = None) -> Runs:
+    """The tests that reach a mutant, the cheapest first, but those that another tier has run."""
+    ran = set(left_out.reached[mutant.name]) if left_out else set()
+    tests = sorted(set(coverage.reached[mutant.name]) - ran, key=coverage.seconds.__getitem__)
+    for at in range(0, len(tests), IN_ONE_PROCESS):
+        yield [*BY_NAME, *tests[at : at + IN_ONE_PROCESS]]
+
+
+def tests_of(tier: int, *arguments: str) -> list[str]:
+    """All tests of a tier and those below, except those that fail whatever a mutant does."""
+    left_out = (f"--ignore={each}" for each in LEFT_OUT)
+    return [*TIERS[tier], *left_out, "-k", f"not ({' or '.join(LEFT_OUT_NAMES)})", *arguments]
 
 
 def _finds(tree: Path, mutant: Mutant, arguments: Sequence[str]) -> str | None:
     """The first test of a run that fails with the mutant and passes without it."""
     deselected: list[str] = []
     while True:
-        git("apply", str(mutant.path), tree=tree)
-        try:
-            code, output = run_tests(tree, ["-x", "-v", *arguments, *deselected])
-        finally:
-            git("checkout", "--", "zenflow_compile", tree=tree)
-        if code in (0, 5):  # 5: no test was left
-            return None
-        failures = _RESULT.findall(output)
-        if code > 0 and not failures:
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            path = Path(folder) / "outcomes"
+            git("apply", str(mutant.path), tree=tree)
+            try:
+                code, output = run_tests(tree, ["-x", "-q", *arguments, *deselected], outcomes=path)
+            finally:
+                git("checkout", "--", "zenflow_compile", tree=tree)
+            if code in (0, NO_TESTS):
+                return None
+            test = outcomes.first_failure(path)
+        if test is None:
             raise RuntimeError(f"{mutant.name}: pytest ended with {code}\n{output[-4000:]}")
-        test = str(failures[0] if failures else _STARTED.findall(output)[-1])  # no report: it ended the process
-        if (code := run_tests(tree, [*BY_NAME, "-q", test])[0]) == 0:
+        code, output = run_tests(tree, [*BY_NAME, "-q", test])
+        if code == 0:
             return test
-        if code != 1:
-            raise RuntimeError(f"{mutant.name}: pytest ended with {code} for {test!r} without the mutant")
+        if code != TESTS_FAILED:
+            raise RuntimeError(f"{mutant.name}: pytest ended with {code} for {test!r} without it\n{output[-4000:]}")
         deselected.append(f"--deselect={test}")
 
 
@@ -127,7 +167,7 @@ def main() -> int:
     parser.add_argument(
         "--again", action="store_true", help="run what has a result, and find out again what reaches it"
     )
-    parser.add_argument("--processes", type=int, default=2, help="that run all tests of a tier (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="that run tests (default: %(default)s)")
     options = parser.parse_args()
     mutants = read_mutants()
     chosen = [each for each in mutants if not options.only or each.name in options.only]
@@ -135,21 +175,48 @@ def main() -> int:
         print(f"{name} does not apply: port the patch to the changed lines, or remove it\n{reason}")
     if unusable or not chosen:
         return 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the worktree is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the worktrees are removed
     results = {name: each for name, each in read_results().items() if name in {mutant.name for mutant in mutants}}
-    left = [each for each in chosen if options.again or _is_old(results.get(each.name), each)]
-    covered = cache(lambda tier: coverage_of(tier, mutants, options.processes, again=options.again))
-    with checkout() as tree:
-        for mutant in left:
-            result = results[mutant.name] = judge(tree, mutant, covered, options.processes)
-            write_results(results)
-            print(f"{mutant.name}: {problem_of(mutant, result) or 'found'} ({result.found_by})", flush=True)
+    if left := [each for each in chosen if options.again or _is_old(results.get(each.name), each)]:
+        _judge(left, mutants, results, options)
     print_table(chosen, results)
     return int(any(problem_of(each, results[each.name]) for each in chosen))
 
 
+def _judge(
+    left: Sequence[Mutant], mutants: Sequence[Mutant], results: dict[str, Result], options: argparse.Namespace
+) -> None:
+    """Put the results of ``left`` into ``results``."""
+    first = coverage_of(1, mutants, options.processes, again=options.again)
+
+    def note(mutant: Mutant, result: Result) -> None:
+        if result.found_by is not None:
+            result = replace(result, tier=1 if result.found_by in first.seconds else 2)
+        results[mutant.name] = result
+        write_results(results)
+        print(f"{mutant.name}: {problem_of(mutant, result) or 'found'} ({result.found_by})", flush=True)
+
+    with ExitStack() as stack:
+        search = Search([stack.enter_context(checkout()) for _ in range(options.processes)], note)
+        named = [each for each in left if each.tests]
+        survived = search.survivors(named, lambda each: iter([[*tests_of(2), *each.tests]]))
+        left = [each for each in left if not each.tests or each in survived]
+        left = search.survivors(left, lambda each: reaching(each, first))
+        if left:
+            second = coverage_of(2, mutants, options.processes, again=options.again)
+            left = search.survivors(left, lambda each: reaching(each, second, first))
+        for mutant in search.survivors(left, lambda _: iter([tests_of(2)])):
+            note(mutant, Result(mutant.digest, head(), 0.0))
+
+
 def _is_old(result: Result | None, mutant: Mutant) -> bool:
-    return result is None or result.patch != mutant.digest
+    """Whether something has changed that the result depends on: of a survivor, any source and any test."""
+    if result is None or result.patch != mutant.digest:
+        return True
+    paths = ["zenflow_compile", "tests/"]
+    if result.found_by is not None:
+        paths = [*mutant.places, result.found_by.partition("::")[0]]
+    return git("diff", "--quiet", result.commit, "HEAD", "--", *paths, check=False).returncode != 0
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scripts.mutants import reached
+from scripts.mutants.outcomes import PATH as PATH_OF_OUTCOMES
 from scripts.mutants.patches import ROOT, Mutant, checkout, sources
 from scripts.mutants.probes import with_probes
 
 KEPT = ROOT / "build" / "mutants"
 
-TIERS = {1: ("-m", "not gpu", "--tiers", "1"), 2: ("-m", "not gpu", "--tiers", "1,2", "--commit", "0")}
+TIERS = {1: ("-m", "not gpu", "--tiers", "1"), 2: ("-m", "not gpu", "--tiers", "1,2", "--commit", "none")}
 """The options with which pytest runs all tests of a tier, and of those below it."""
 BY_NAME = ("-m", "not gpu")
 """The options with which it runs the tests that are named."""
@@ -41,13 +42,24 @@ class Coverage:
     reached: Mapping[str, Sequence[str]]
 
 
-def run_tests(tree: Path, arguments: Sequence[str], log: Path | None = None) -> tuple[int, str]:
-    """Run pytest in ``tree``. Returns its exit code and its output."""
+def run_tests(
+    tree: Path, arguments: Sequence[str], *, log: Path | None = None, outcomes: Path | None = None
+) -> tuple[int, str]:
+    """Run pytest in ``tree``. Returns its exit code and its output.
+
+    Args:
+        log: where an instrumented ``tree`` writes what it reaches.
+        outcomes: gets a line for each test that starts, fails or ends.
+    """
     # Without files of bytecode: Python tells by the second whether a source has changed.
     own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **own, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if log is not None:
         environment[reached.PATH] = str(log)
+        arguments = ["-p", "zenflow_compile.reached", *arguments]
+    if outcomes is not None:
+        environment[PATH_OF_OUTCOMES] = str(outcomes)
+        arguments = ["-p", "scripts.mutants.outcomes", *arguments]
     command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider", *arguments]
     # A file and not a pipe, which processes that tests have left behind would keep open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -86,8 +98,9 @@ def coverage_of(tier: int, mutants: Sequence[Mutant], processes: int, *, again: 
         missing = insert_probes(tree, mutants)
         log = tree.parent / "log"
         left_out = [f"--ignore={each}" for each in LEFT_OUT]
-        arguments = [*TIERS[tier], *left_out, *workers(processes), "-q", "-p", "zenflow_compile.reached"]
-        _, output = run_tests(tree, arguments, log)
+        code, output = run_tests(tree, [*TIERS[tier], *left_out, *workers(processes), "-q"], log=log)
+        if code not in (0, 1):
+            raise RuntimeError(f"the tests of tier {tier} did not run: pytest ended with {code}\n{output[-4000:]}")
         found = _read_log(tree.parent.glob("log-*"), mutants)
     print(f"{output.splitlines()[-1]}: {time.monotonic() - begin:.0f} s", flush=True)
     reached_by = dict(found.reached)

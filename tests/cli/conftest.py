@@ -1,4 +1,4 @@
-"""A cache for the searches of ``zenflow-compile plan``, which take seconds each."""
+"""A terminal of 80 columns, and a cache for the searches of ``zenflow-compile plan``, which take seconds each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def answers() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def searched_once(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def terminal_and_answers(answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The command computes each answer once for all of its tables, formats and tests."""
+    monkeypatch.setenv("COLUMNS", "80")
     for name in ("predict", "fit", "frontier"):
         monkeypatch.setattr(plan, name, _remembering(answers, getattr(plan, name)))
 

@@ -63,8 +63,7 @@ def test_missing_compiler_exits_with_2(command: list[str], capsys: pytest.Captur
     assert "no C++ compiler was found" in capsys.readouterr().err
 
 
-def test_doctor_divides_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def test_doctor_divides_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*QUICK, "--ranks", "2", "--json"]) == 0
     has = json.loads(capsys.readouterr().out)["machine"]
     cores = [each["cores"] for each in has["ranks"]]

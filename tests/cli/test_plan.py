@@ -42,8 +42,7 @@ def answer(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str
     return found
 
 
-def test_every_policy_has_a_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_every_policy_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*SMALL, "--epoch-tokens", "1e9"]) == 0
     text = capsys.readouterr().out
     parts = ("zenflow, files", "hours", "Memory, GB", "activations", "Fastest that fits", '"policy": ')
@@ -178,8 +177,7 @@ def test_flags_read_bounds_and_large_numbers(capsys: pytest.CaptureFixture[str])
     assert all(each["options"]["device_share"] > 1 for each in filled if each["policy"] == "zenflow")
 
 
-def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--ratio", "0.35", "--update-stride", "12345", "--epoch-tokens", "1e9"]
     assert main.main([*SMALL, *given, "--device-memory", "1e12"]) == 0
     text = capsys.readouterr().out
@@ -192,10 +190,7 @@ def test_rows_name_the_chosen_options(capsys: pytest.CaptureFixture[str], monkey
 
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("text", ["0.5", "1.0", "2GB", "1 GiB", "1.5e9B", "1800000000"])
-def test_weights_cross_once_per_micro_batch(
-    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+def test_weights_cross_once_per_micro_batch(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     params = ["plan", "--params", "1.2e9", "--hardware", "rtx-4090", "--tokens", "1024", "--recompute"]
     arguments = [*params, "--device-share", "0", "--offload-weights", text]
     accumulating = [*arguments, "--gradient-accumulation-steps", "2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ from tests.support.loops import (
     train,
     with_tool,
 )
-from tests.support.processes import run_two_processes
+from tests.support.processes import chosen_cases, run_two_processes
 from tests.support.training import batch
 
 every_policy = pytest.mark.parametrize(
@@ -535,10 +536,12 @@ CASES = [(name, entry) for name in BY_HAND for entry in range(2)] + [(name, 0) f
 CASE_IDS = [f"{name}-{ENTRY_IDS[entry]}" for name, entry in CASES]
 
 
-def work(rank: int) -> dict[str, Any]:
-    """Train every case under both optimizers: by ``case-optimizer``, the weights or the text of the error."""
+def work(rank: int, chosen: frozenset[str]) -> dict[str, Any]:
+    """Train the chosen cases under both optimizers: by ``case-optimizer``, the weights or the text of the error."""
     results: dict[str, Any] = {}
     for (name, entry), key in zip(CASES, CASE_IDS, strict=True):
+        if key not in chosen:
+            continue
         scenario = {**BY_HAND, **REDUCERS}[name]
 
         def run(side: Side, scenario: Any = scenario) -> tuple[nn.Module, Numbers]:
@@ -554,8 +557,8 @@ def work(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_two_processes(work, tmp_path_factory.mktemp("ranks"))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_two_processes(partial(work, chosen=chosen_cases(request)), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASE_IDS)

@@ -30,7 +30,7 @@ from tests.integrations.compare import (
     tiny_llama,
     weights,
 )
-from tests.support.processes import results_of, run_two_processes
+from tests.support.processes import chosen_cases, results_of, run_two_processes
 from tests.support.training import take_step
 from zenflow_compile import ZenFlowAdamW
 
@@ -264,12 +264,13 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def work(rank: int) -> dict[str, Any]:
-    """Run every strategy: by its name, the weights or the text of the error."""
-    runs: dict[str, Callable[[int], Any]] = {name: run for name, (run, _) in REFUSED.items()}
+def work(rank: int, chosen: frozenset[str]) -> dict[str, Any]:
+    """Run the chosen strategies: by its name, the weights or the text of the error."""
+    runs: dict[str, Callable[[int], Any]] = {name: run for name, (run, _) in REFUSED.items() if name in chosen}
     for name, run in EXACT_RUNS.items():
         for label, options in (("adamw", None), ("exact", EXACT), ("windowed", WINDOWED)):
-            runs[f"{name}-{label}"] = partial(run, options=options)
+            if name in chosen:
+                runs[f"{name}-{label}"] = partial(run, options=options)
 
     def forget() -> None:
         forget_accelerate()
@@ -279,8 +280,8 @@ def work(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_two_processes(work, tmp_path_factory.mktemp("ranks"))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_two_processes(partial(work, chosen=chosen_cases(request)), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", EXACT_RUNS)

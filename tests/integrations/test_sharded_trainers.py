@@ -31,7 +31,7 @@ from tests.integrations.compare import (
 )
 from tests.integrations.test_documented_recipes import DOCUMENT, IMPORTS, RECIPES, SHARDED
 from tests.integrations.test_several_devices import STEPS, Weights, net
-from tests.support.processes import results_of, run_two_processes
+from tests.support.processes import chosen_cases, results_of, run_two_processes
 from zenflow_compile import ZenFlowAdamW
 
 pytestmark = pytest.mark.timeout(180)
@@ -369,13 +369,15 @@ def recipe(rank: int) -> Weights:
     return after
 
 
-def work(rank: int) -> dict[str, Any]:
-    """Run everything: by its name, the weights or the text of the error."""
-    runs: dict[str, Callable[[int], Any]] = {name: run for name, (run, _) in REFUSED.items()}
-    runs["recipe"] = recipe
+def work(rank: int, chosen: frozenset[str]) -> dict[str, Any]:
+    """Run what is chosen: by its name, the weights or the text of the error."""
+    runs: dict[str, Callable[[int], Any]] = {name: run for name, (run, _) in REFUSED.items() if name in chosen}
+    if test_documented_recipe_trains.__name__ in chosen:
+        runs["recipe"] = recipe
     for name, run in RUNS.items():
         for label, options in OPTIONS.items():
-            runs[f"{name}-{label}"] = partial(run, options=options)
+            if name in chosen:
+                runs[f"{name}-{label}"] = partial(run, options=options)
 
     def forget() -> None:
         forget_accelerate()
@@ -386,8 +388,8 @@ def work(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_two_processes(work, tmp_path_factory.mktemp("ranks"))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_two_processes(partial(work, chosen=chosen_cases(request)), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", RUNS)

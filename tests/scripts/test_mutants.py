@@ -11,6 +11,7 @@ import pytest
 
 from scripts.mutants import reached
 from scripts.mutants.coverage import counts
+from scripts.mutants.outcomes import PATH, first_failure
 from scripts.mutants.patches import ROOT, read_mutants, refused
 from scripts.mutants.probes import with_probes
 
@@ -104,3 +105,36 @@ def test_tests_of_the_source_find_no_mutant() -> None:
     assert not counts("tests/structure/test_imports.py::test_one")
     assert not counts("tests/simulated/test_weights.py::test_hazard_is_found[name]")
     assert counts("tests/runtime/test_host_adam.py::test_one")
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("started a.py::test_one\nended a.py::test_one", None),
+        (
+            "started a.py::test_one[x - y]\nfailed a.py::test_one[x - y]\nended a.py::test_one[x - y]",
+            "a.py::test_one[x - y]",
+        ),
+        ("started a.py::test_one\nended a.py::test_one\nstarted a.py::test_two", "a.py::test_two"),
+        ("", None),
+    ],
+    ids=["passed", "failed", "ended the process", "no test"],
+)
+def test_first_failure_is_read(tmp_path: Path, lines: str, found: str | None) -> None:
+    (tmp_path / "outcomes").write_text("".join(line.replace(" ", "\t", 1) + "\n" for line in lines.splitlines()))
+    assert first_failure(tmp_path / "outcomes") == found
+    assert first_failure(tmp_path / "absent") is None
+
+
+def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import os\ndef test_one():\n    pass\ndef test_two():\n    assert False\ndef test_three():\n    os._exit(3)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), PATH: str(tmp_path / "outcomes")}
+    options = ["-q", "-p", "scripts.mutants.outcomes", "-p", "no:cacheprovider", "test_it.py"]
+    command = [sys.executable, "-m", "pytest", *options]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, check=False, stdout=subprocess.DEVNULL)
+    assert run.returncode == 3
+    lines = [line.split("\t") for line in (tmp_path / "outcomes").read_text().splitlines()]
+    assert [outcome for outcome, _ in lines] == ["started", "ended", "started", "failed", "ended", "started"]
+    assert first_failure(tmp_path / "outcomes") == "test_it.py::test_two"

@@ -1,4 +1,4 @@
-"""Each hazard of the catalog is found: its run differs from the CPU's, and the run without the hazard does not."""
+"""Each hazard of the catalog is found: its run differs from the CPU's (``test_forced_orders.py`` has those without)."""
 
 from __future__ import annotations
 

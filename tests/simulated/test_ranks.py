@@ -28,7 +28,7 @@ from tests.simulated.cases import (
     on_cpu,
     train,
 )
-from tests.simulated.mutants import RANK_MUTANTS
+from tests.simulated.mutants import FORCED_ORDERS_OF_RANKS, RANK_MUTANTS
 from tests.simulated.simulator import PATTERNS, load_simulator
 from tests.simulated.streams import Stream, default_stream
 from tests.support.rank_processes import RankProcesses
@@ -156,12 +156,18 @@ def with_hazard(rank: int, name: str, folder: Path) -> bool:
         return not train(mutant.shown_by, hazard=mutant.active).equals(on_cpu(mutant.shown_by))
 
 
+@pytest.mark.tier1
+@pytest.mark.parametrize("case", FORCED_ORDERS_OF_RANKS, ids=lambda case: f"{case.options}-{case.model}-{case.delays}")
+def test_forced_order_equals_the_cpu(ranks: RankProcesses, case: Case) -> None:
+    """The orders that show the hazards, without a hazard."""
+    assert ranks.call(differing_of_rank, [case]) == [[], []]
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.long) for name in RANK_MUTANTS],
 )
 def test_hazard_is_found(ranks: RankProcesses, name: str, tmp_path: Path) -> None:
-    assert ranks.call(differing_of_rank, [RANK_MUTANTS[name].shown_by]) == [[], []]
     found = ranks.outcomes(with_hazard, name, tmp_path)
     assert True in found or (tmp_path / "found").exists(), found
 

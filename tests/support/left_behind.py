@@ -31,7 +31,7 @@ _MANAGED = ("pytest-", "pymp-", "torchinductor", ".", "build")
 _HANG = 30.0
 """Seconds after a test's time limit, at which pytest-timeout interrupts it, until its process ends."""
 
-_END = 10.0
+_END = 4.0
 """Seconds that processes have to end after those that started them."""
 
 
@@ -79,10 +79,10 @@ class _Run:
         self._left.update(getattr(node, "workeroutput", {}).get("left", {}))
 
     @pytest.hookimpl(trylast=True)  # after the processes that run tests have ended
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self.worker is not None:
             self._left.update(self.worker.left)
-        for pid, test in _processes_left().items():
+        for pid, test in _processes_left(0.0 if exitstatus == pytest.ExitCode.INTERRUPTED else _END).items():
             self._messages.append(f"{test} left process {pid} ({_command(pid)}), which was killed")
             _kill(pid)
         for path, test in self._left.items():
@@ -116,7 +116,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _processes_left(seconds: float = _END) -> dict[int, str]:
+def _processes_left(seconds: float) -> dict[int, str]:
     """The processes of this run that do not end within ``seconds``, and the tests that have started them."""
     deadline = time.monotonic() + seconds
     while True:
@@ -149,7 +149,7 @@ def _remove_dead(parent: Path) -> None:
 
 def _end(folder: Path) -> None:
     """Remove what is left after an interrupted clean-up, too."""
-    for pid in _processes_left(seconds=0):
+    for pid in _processes_left(0.0):
         _kill(pid)
     shutil.rmtree(folder, ignore_errors=True)
 

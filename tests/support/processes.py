@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -58,6 +59,16 @@ def run_two_processes(work: Callable[[int], Results], folder: Path, *, process_g
     arguments = (dict(os.environ), work, str(folder), port, process_group)
     mp.start_processes(_run, args=arguments, nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def chosen_cases(request: pytest.FixtureRequest) -> frozenset[str]:
+    """The values of the arguments of a module's tests that run, and the names of those tests."""
+    found: set[str] = set()
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            callspec = getattr(item, "callspec", None)
+            found.update([item.name] if callspec is None else map(str, callspec.params.values()))
+    return frozenset(found)
 
 
 def results_of(runs: Mapping[str, Callable[[], Any]], before: Callable[[], None]) -> Results:
