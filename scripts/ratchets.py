@@ -204,12 +204,10 @@ class CallCounter:
 
     def __enter__(self) -> CallCounter:
         threading.setprofile(self._watch)
-        sys.setprofile(self._watch)
         return self
 
     def __exit__(self, *exception: object) -> None:
         threading.setprofile(None)
-        sys.setprofile(None)
 
     def _watch(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -228,8 +226,12 @@ class CallCounter:
         for _ in range(_ROUNDS):
             self.calls = Counter()
             self.counting = True
-            run()
-            self.counting = False
+            sys.setprofile(self._watch)  # not before: a compilation would call it a million times
+            try:
+                run()
+            finally:
+                sys.setprofile(None)
+                self.counting = False
             rounds.append(self.calls)
         return min(rounds, key=Counter.total)
 
