@@ -12,10 +12,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, ValuesView
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.import_hook import ImportHook
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.torch_internals import torch_private
@@ -95,60 +94,27 @@ def adapt_known_readers() -> None:
 
     Idempotent, and cheap from the second call on. Without a live optimizer the functions run as before.
     """
-    hook = next((finder for finder in sys.meta_path if isinstance(finder, _ImportHook)), None)
-    if hook is None:
-        hook = _ImportHook()
-        sys.meta_path.insert(0, hook)
-    for name in FUNCTIONS.keys() - hook.adapted:
-        if (module := sys.modules.get(name)) is not None:
-            hook.adapt(module)
+    hook.install()
 
 
-class _ImportHook(MetaPathFinder):
-    """Has modules of ``FUNCTIONS`` adapted when they have been imported. Other finders find and load them."""
+def adapt(module: ModuleType) -> None:
+    """Replace the functions of ``module``. Warns of those that it does not have."""
+    functions = FUNCTIONS[module.__name__]
+    missing = [name for name, written in functions.items() if not _replace(module, name, written)]
+    if missing:
+        package = module.__name__.partition(".")[0]
+        names = ", ".join(f"{module.__name__}.{name}" for name in missing)
+        release = ""
+        with suppress(PackageNotFoundError):  # imported from a folder, not installed
+            release = f" {version(package)}"
+        warnings.warn(
+            f"{package}{release} has no {names}, before which this version of zenflow-compile makes due "
+            "updates visible: call optimizer.synchronize() before the code that took its place reads parameters",
+            stacklevel=user_stacklevel(),
+        )
 
-    def __init__(self) -> None:
-        self.adapted: set[str] = set()  # names of modules
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in FUNCTIONS:
-            return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
-                if spec.loader is not None:
-                    self._follow(spec.loader)
-                return spec
-        return None
-
-    def _follow(self, loader: Loader) -> None:
-        """Have ``adapt`` called after the next module that ``loader`` executes."""
-
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the method of its class again
-            loader.exec_module(module)
-            self.adapt(module)
-
-        with suppress(AttributeError):  # a loader without attributes: the next optimizer adapts its module
-            loader.exec_module = exec_module  # type: ignore[method-assign]
-
-    def adapt(self, module: ModuleType) -> None:
-        """Replace the functions of ``module``. Warns of those that it does not have."""
-        functions = FUNCTIONS.get(module.__name__, {})
-        missing = [name for name, written in functions.items() if not _replace(module, name, written)]
-        self.adapted.add(module.__name__)
-        if missing:
-            package = module.__name__.partition(".")[0]
-            names = ", ".join(f"{module.__name__}.{name}" for name in missing)
-            release = ""
-            with suppress(PackageNotFoundError):  # imported from a folder, not installed
-                release = f" {version(package)}"
-            warnings.warn(
-                f"{package}{release} has no {names}, before which this version of zenflow-compile makes due "
-                "updates visible: call optimizer.synchronize() before the code that took its place reads parameters",
-                stacklevel=user_stacklevel(),
-            )
+hook = ImportHook(dict.fromkeys(FUNCTIONS, adapt))
 
 
 def _replace(module: ModuleType, qualified_name: str, written: Written | None) -> bool:
@@ -163,11 +129,11 @@ def _replace(module: ModuleType, qualified_name: str, written: Written | None) -
     elif owner is not module:
         setattr(owner, name, _updates_first(found, written))
     else:
-        _replace_everywhere(found, _updates_first(found, written))
+        replace_everywhere(found, _updates_first(found, written))
     return True
 
 
-def _replace_everywhere(function: Any, replacement: Any) -> None:
+def replace_everywhere(function: Any, replacement: Any) -> None:
     """Replace a function of a module in every module that has it, under any name: ``from`` imports copy it."""
     for module in tuple(sys.modules.values()):
         with suppress(AttributeError):

@@ -37,6 +37,7 @@ from tests.support.gated_jobs import UPDATES, failing, gated
 from tests.support.processes import in_child
 from tests.support.training import take_step
 from zenflow_compile import weight_readers
+from zenflow_compile.import_hook import ImportHook
 
 STEPS = 6
 
@@ -450,7 +451,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = {"Average.update": None, "Average.swap": None, "soft_update": None}
     monkeypatch.setitem(weight_readers.FUNCTIONS, PACKAGE, names)  # type: ignore[arg-type]
     monkeypatch.setattr(weight_readers, "version", lambda package: "1.2")
-    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if type(each).__name__ != "_ImportHook"])
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if each is not weight_readers.hook])
+    monkeypatch.setattr(weight_readers, "hook", ImportHook({PACKAGE: weight_readers.adapt}))
     return tmp_path / f"{PACKAGE}.py"
 
 
@@ -514,6 +516,5 @@ def test_installed_packages_have_all_functions() -> None:
     new_optimizer()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        hook = next(each for each in sys.meta_path if isinstance(each, weight_readers._ImportHook))
         for name in weight_readers.FUNCTIONS:
-            hook.adapt(importlib.import_module(name))
+            weight_readers.adapt(importlib.import_module(name))
