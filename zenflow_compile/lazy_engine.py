@@ -368,6 +368,11 @@ _unapplied: list[int] = []
 """``Engine.unapplied`` of optimizers that were garbage-collected."""
 
 
+def note_unapplied(engine: Engine) -> None:
+    """Have the warning at exit name update windows that are open now, though they may be flushed before."""
+    _unapplied.extend(engine.unapplied)
+
+
 @atexit.register
 def _close_all() -> None:
     """Apply due updates before the interpreter unloads modules: operators that run after that abort the process.

@@ -391,6 +391,7 @@ def test_full_disk_raises_until_overwritten(files: Files) -> None:
         ("/dev/zero", os.O_RDWR, "checksum"),
         (__file__, os.O_WRONLY | os.O_APPEND, "Bad file descriptor"),
     ],
+    ids=["short", "zeros", "not readable"],
 )
 def test_unreadable_chunk_raises(path: str, flags: int, message: str, files: Files) -> None:
     first, second = files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))

@@ -1,4 +1,4 @@
-"""The command line: ``zenflow-compile plan`` predicts a run, ``zenflow-compile doctor`` measures this machine.
+"""The command line: ``zenflow-compile run`` trains a program, ``plan`` predicts a run, ``doctor`` measures a machine.
 
 Commands are imported when they are called: ``plan`` needs no torch, which takes seconds to import.
 """
@@ -10,7 +10,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from zenflow_compile.options.options import FLAGS, INSTEAD, OPTIONS
+from zenflow_compile.options.options import FLAGS, INSTEAD, OPTION_NAMES, OPTIONS
 
 _ROUNDS = 5
 _TOKENS = 8192
@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: 2 for a bad argument, after a message that names it.
     """
     parser = argparse.ArgumentParser(
-        prog="zenflow-compile", description="Plan optimizer offloading, and measure a machine for it."
+        prog="zenflow-compile",
+        description="Offload the optimizer of a program, plan offloading, and measure a machine for it.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     plan_parser = commands.add_parser(
@@ -41,6 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "compiles the host kernel unless it is cached. Numbers are medians; run nothing else at the same time.",
     )
     _add_doctor_arguments(doctor_parser)
+    run_parser = commands.add_parser(
+        "run",
+        help="train a program without changing it",
+        description="Runs a program with torch.optim.AdamW, and torch.optim.Adam without weight decay, replaced by "
+        "ZenFlowAdamW with the program's own hyperparameters, and Inductor by the backend zenflow. Options come before "
+        "the program, whose own arguments come after it.",
+        allow_abbrev=False,
+    )
+    _add_run_arguments(run_parser)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         names = [each.partition("=")[0].lstrip("-").replace("-", "_") for each in unknown]
@@ -50,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from zenflow_compile.cli import plan
 
         return plan.run(options, plan_parser)
+    if options.command == "run":
+        from zenflow_compile.cli import run
+
+        return run.run(options, run_parser)
     from zenflow_compile.cli import doctor
 
     return doctor.run(options, doctor_parser)
@@ -115,6 +129,23 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="write the timeline of the recommended plan for ui.perfetto.dev"
     )
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", help="path of a Python script, or with -m the name of a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, whose optimizer's numbers are not read")
+    parser.add_argument("--compile", action="store_true", help="compile the model of a program that does not")
+    parser.add_argument("--no-compile", action="store_true", help="leave the program's torch.compile alone")
+    parser.add_argument("--report", action="store_true", help="print zf.profile()'s report at the end")
+    parser.add_argument("--dry-run", action="store_true", help="say what is replaced, and end at the first step")
+    for name in OPTION_NAMES:
+        read: dict[str, Any] = {"metavar": "X", "type": _value}
+        if isinstance(OPTIONS[name].default, bool) and name != "offload_weights":
+            read = {"action": argparse.BooleanOptionalAction}
+        text = FLAGS.get(name) or f"{name} of ZenFlowAdamW"
+        parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=text, **read)
 
 
 def memory_bytes(text: str) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from enum import Enum
+from typing import Any
 
 from torch.nn import Module
 
@@ -24,3 +26,18 @@ class StateDictHook:
 
     def __reduce__(self) -> tuple[type[StateDictHook], tuple[()]]:
         return StateDictHook, ()
+
+
+def add_member(names: type[Enum], name: str, value: str) -> Any:
+    """Add a member to an enum of text that a framework has for names. Returns it, also if it was there already."""
+    if value in names._value2member_map_:
+        return names(value)
+    member: Any = str.__new__(names, value)  # type: ignore[type-var]
+    member._name_, member._value_ = name, value
+    member.__objclass__ = names
+    member._sort_order_ = len(names)
+    setattr(names, name, member)  # first: an enum refuses attributes that replace listed members
+    names._member_names_.append(name)
+    names._member_map_[name] = member
+    names._value2member_map_[value] = member
+    return member

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, fsdp2_apply_ac, fsdp2_prepare_model
 from torch import nn
 
+from zenflow_compile.integrations import add_member
 from zenflow_compile.runtime.sharding import leaves_a_rank_empty
 
 _NAME = "ZENFLOW"
@@ -26,16 +27,7 @@ def register_backend() -> None:
     The launcher is another process: ``accelerate launch --dynamo_backend zenflow`` does not know the name. Pass it to
     ``Accelerator`` or ``TrainingArguments`` in the script instead.
     """
-    if _NAME in DynamoBackend:
-        return
-    member = str.__new__(DynamoBackend, _NAME)
-    member._name_ = member._value_ = _NAME
-    member.__objclass__ = DynamoBackend
-    member._sort_order_ = len(DynamoBackend)
-    setattr(DynamoBackend, _NAME, member)  # first: an enum refuses attributes that replace listed members
-    DynamoBackend._member_names_.append(_NAME)
-    DynamoBackend._member_map_[_NAME] = member
-    DynamoBackend._value2member_map_[_NAME] = member
+    add_member(DynamoBackend, _NAME, _NAME)
 
 
 def shard_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:

@@ -1,15 +1,20 @@
-"""A callback for the Hugging Face Trainer: checks the hyperparameters, and flushes before the last save."""
+"""For the Hugging Face Trainer: ``optim="zenflow"``, and a callback that flushes before the last save."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import OptimizerNames
 
-from zenflow_compile.integrations import StateDictHook
+from zenflow_compile.integrations import StateDictHook, add_member
 from zenflow_compile.optimizer import ZenFlowAdamW
+
+_NAME = "zenflow"
 
 _PARAMETERS = inspect.signature(ZenFlowAdamW).parameters
 
@@ -147,3 +152,50 @@ def _unwrapped(optimizer: Any) -> ZenFlowAdamW:
             "callback out"
         )
     return found
+
+
+def register_optimizer() -> None:
+    """Let ``TrainingArguments`` take ``optim="zenflow"``: a ``ZenFlowAdamW`` with their hyperparameters.
+
+    Learning rate, betas, eps and weight decay are those of the arguments, and options of ``ZenFlowAdamW`` those of
+    ``optim_args``, as in ``optim_args="update_interval=1,topk_ratio=0.05"``. The Trainer gets a ``ZenFlowCallback``,
+    unless it has one, and its Accelerator leaves the optimizer's state where it is. Idempotent. The Trainer has a
+    closed list of names; this adds one to it, in this process.
+
+    Raises (when training begins):
+        TypeError, ValueError: an option that does not exist, or a value that is out of its range.
+
+    Example:
+        >>> register_optimizer()
+        >>> args = TrainingArguments("out", optim="zenflow", optim_args="update_interval=1", learning_rate=2e-5)
+        >>> Trainer(model=model, args=args, train_dataset=dataset).train()
+    """
+    from transformers import trainer_optimizer  # earlier versions have a function instead
+
+    if _NAME in OptimizerNames._value2member_map_:
+        return
+    trainer_optimizer._OPTIMIZER_HANDLERS[add_member(OptimizerNames, _NAME.upper(), _NAME)] = _class_and_keywords
+    create = Trainer.create_optimizer
+
+    @functools.wraps(create)
+    def create_optimizer(self: Trainer, *args: Any, **keywords: Any) -> Any:
+        if self.args.optim == _NAME:
+            self.accelerator.device_placement = False
+            if not any(isinstance(each, ZenFlowCallback) for each in self.callback_handler.callbacks):
+                self.add_callback(ZenFlowCallback())
+        return create(self, *args, **keywords)
+
+    Trainer.create_optimizer = create_optimizer
+
+
+def _class_and_keywords(context: Any) -> tuple[type[ZenFlowAdamW], dict[str, Any]]:
+    options = {name: _value(text) for name, text in context.optim_args.items()}
+    return ZenFlowAdamW, {**context.optimizer_kwargs, **context.adam_kwargs, **options}
+
+
+def _value(text: str) -> Any:
+    """A number, True, False or None; else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

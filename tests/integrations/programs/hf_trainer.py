@@ -1,0 +1,28 @@
+"""A stand-in for Hugging Face's ``run_clm.py``, with a Llama of its own: ``hf_trainer.py FOLDER [flags]``."""
+
+import sys
+
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        ids = torch.randint(96, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+arguments = ["--output_dir", sys.argv[1], "--report_to", "none", "--use_cpu", "--disable_tqdm", "true", *sys.argv[2:]]
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
+set_seed(1)
+config = LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, max_position_embeddings=32, attn_implementation="sdpa",
+)  # fmt: skip
+trainer = Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=Tokens(), eval_dataset=Tokens())
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+print(trainer.evaluate()["eval_loss"])
+trainer.save_model()

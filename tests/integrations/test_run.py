@@ -1,0 +1,299 @@
+"""Programs that know nothing of this package, under ``zenflow-compile run``: what they save is what AdamW makes."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import zenflow_compile as zf
+from tests.integrations.vision import import_timm
+from zenflow_compile.cli import main
+from zenflow_compile.integrations.transformers import register_optimizer as register_for_transformers
+from zenflow_compile.runtime import ops
+
+pytestmark = pytest.mark.timeout(120)
+
+PROGRAMS = Path(__file__).parent / "programs"
+EXACT = ["--update-interval", "1", "--device-share", "0", "--min-offload-size", "100"]
+WINDOWED = ["--device-share", "0", "--min-offload-size", "100"]
+
+
+def plainly(program: str, *arguments: object) -> None:
+    """Run a program as the interpreter does."""
+    before = sys.argv
+    sys.argv = [str(PROGRAMS / program), *map(str, arguments)]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def under_run(options: list[str], program: str, *arguments: object) -> int:
+    return main.main(["run", *options, str(PROGRAMS / program), *map(str, arguments)])
+
+
+def saved(path: Path) -> dict[str, Tensor]:
+    """What a program has saved, by module and name."""
+    if path.is_dir():
+        return load_file(path / "model.safetensors")
+    found = torch.load(path, weights_only=True)
+    return {f"{module}.{name}": value for module, state in found.items() for name, value in state.items()}
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    lines = capsys.readouterr().err.splitlines()
+    return [line.partition(": ")[2] for line in lines if line.startswith("zenflow-compile run: ")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Afterwards, all is as before."""
+    import_module("lightning")  # it has a torch.compile of its own
+
+    def replaced() -> list[object]:
+        classes = [torch.optim.AdamW, torch.optim.Adam, vars(sys.modules["torch.optim.adamw"])["AdamW"]]
+        return [*classes, torch.compile, list(sys.path), sys.argv, nn.Module.compile]
+
+    found, hooks = replaced(), len(sys.meta_path)
+    yield
+    assert replaced() == found
+    assert len(sys.meta_path) <= hooks + 1  # that of known readers, at the first optimizer
+    assert type(torch.optim.AdamW) is type
+
+
+@pytest.mark.parametrize("compiled", [[], ["compile", "aot_eager"], ["compile", "zenflow"]], ids=" ".join)
+def test_loop_equals_adamw(compiled: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plainly("loop.py", tmp_path / "adamw.pt")
+    assert under_run(EXACT, "loop.py", tmp_path / "ours.pt", *compiled) == 0
+    assert difference(saved(tmp_path / "ours.pt"), saved(tmp_path / "adamw.pt")) < 1e-6
+    lines = said(capsys)
+    options = "update_interval=1, min_offload_size=100, device_share=0"
+    for line in (
+        "replaced: AdamW over 4 parameters of 4,192 elements by ZenFlowAdamW",
+        "replaced: Adam over 2 parameters of 264 elements by ZenFlowAdamW",
+        "left alone: Adam over 2 parameters of 264 elements: weight_decay=0.1 of Adam is added to the gradient",
+        "left alone: SGD over 2 parameters of 264 elements",
+        "left alone: OwnAdamW over 2 parameters of 264 elements",
+        *(["left alone: torch.compile(backend='aot_eager')"] if "aot_eager" in compiled else []),
+    ):
+        assert sum(each.startswith(line) for each in lines) == 1, (line, lines)
+    assert all(option in lines[0] for option in options.split(", "))
+
+
+@pytest.mark.slow
+def test_inductor_becomes_the_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plainly("loop.py", tmp_path / "adamw.pt", "compile", "inductor")
+    under_run(EXACT, "loop.py", tmp_path / "ours.pt", "compile", "inductor")
+    assert difference(saved(tmp_path / "ours.pt"), saved(tmp_path / "adamw.pt")) < 1e-6
+    assert "replaced: torch.compile with Inductor by backend='zenflow'" in said(capsys)
+
+
+def test_compiler_is_left_alone_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    under_run([*EXACT, "--no-compile"], "loop.py", tmp_path / "ours.pt", "compile", "eager")
+    assert not any("compile" in line for line in said(capsys))
+
+
+@pytest.mark.slow
+def test_model_is_compiled_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plainly("accelerate_loop.py", tmp_path / "adamw.pt")
+    under_run([*EXACT, "--compile"], "accelerate_loop.py", tmp_path / "ours.pt")
+    assert difference(saved(tmp_path / "ours.pt"), saved(tmp_path / "adamw.pt")) < 1e-6
+    assert "compiled: Sequential, by backend='zenflow', from its second step on" in said(capsys)
+
+
+@pytest.mark.parametrize("program", ["accelerate_loop.py", "lightning_fit.py"])
+def test_framework_equals_adamw(program: str, tmp_path: Path) -> None:
+    pytest.importorskip(program.partition("_")[0])
+    plainly(program, tmp_path / "adamw.pt")
+    under_run(EXACT, program, tmp_path / "ours.pt")
+    assert difference(saved(tmp_path / "ours.pt"), saved(tmp_path / "adamw.pt")) < 1e-6
+
+
+TRAINER = [
+    "--max_steps",
+    "10",
+    "--per_device_train_batch_size",
+    "4",
+    "--learning_rate",
+    "1e-3",
+    "--weight_decay",
+    "0.1",
+]
+
+
+def test_trainer_equals_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plainly("hf_trainer.py", tmp_path / "adamw", *TRAINER)
+    expected = capsys.readouterr().out.splitlines()[-1]
+    under_run(EXACT, "hf_trainer.py", tmp_path / "ours", *TRAINER)
+    assert difference(saved(tmp_path / "ours"), saved(tmp_path / "adamw")) < 1e-5
+    assert float(capsys.readouterr().out.splitlines()[-1]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_trainer_with_another_optimizer_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TRAINER, "--optim", "adafactor"]
+    plainly("hf_trainer.py", tmp_path / "adafactor", *flags)
+    under_run(EXACT, "hf_trainer.py", tmp_path / "ours", *flags)
+    assert difference(saved(tmp_path / "ours"), saved(tmp_path / "adafactor")) == 0
+    lines = said(capsys)
+    assert lines[0].startswith("left alone: Adafactor over ")
+    assert lines[-1].startswith("nothing was replaced")
+
+
+def test_trainers_flush_at_the_end(tmp_path: Path) -> None:
+    """The model that is saved has all updates: a run of windows ends as one that flushes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        under_run(WINDOWED, "lightning_fit.py", tmp_path / "callback.pt")
+        under_run([*WINDOWED, "--total-steps", "16"], "lightning_fit.py", tmp_path / "steps.pt")
+    assert difference(saved(tmp_path / "callback.pt"), saved(tmp_path / "steps.pt")) == 0
+    under_run(WINDOWED, "hf_trainer.py", tmp_path / "callback", *TRAINER)
+    under_run([*WINDOWED, "--total-steps", "10"], "hf_trainer.py", tmp_path / "steps", *TRAINER)
+    assert difference(saved(tmp_path / "callback"), saved(tmp_path / "steps")) == 0
+
+
+def test_trainer_resumes(tmp_path: Path) -> None:
+    flags = [*TRAINER, "--save_steps", "5", "--save_strategy", "steps"]
+    under_run(WINDOWED, "hf_trainer.py", tmp_path / "whole", *flags)
+    checkpoint = tmp_path / "whole" / "checkpoint-5"
+    under_run(WINDOWED, "hf_trainer.py", tmp_path / "resumed", *flags, "--resume_from_checkpoint", checkpoint)
+    assert difference(saved(tmp_path / "resumed"), saved(tmp_path / "whole")) == 0
+
+
+# In processes of their own.
+
+
+def process(*arguments: object, cwd: Path = PROGRAMS) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zenflow_compile", "run", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_saves_before_the_last_flush_warn(tmp_path: Path) -> None:
+    """As without ``run``, though the windows are flushed at exit."""
+    done = process(*WINDOWED, "-m", "loop", tmp_path / "ours.pt")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"update windows of \d parameters were never applied", done.stderr)
+    assert saved(tmp_path / "ours.pt")
+
+
+def test_ranks_equal_adamw(tmp_path: Path) -> None:
+    """Two processes that average gradients by themselves; the first one says what is replaced."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ours = ["-m", "zenflow_compile", "run", *EXACT]
+    for name, before in (("adamw.pt", []), ("ours.pt", ours)):
+        command = [*launch, *before, "ddp_loop.py", tmp_path / name]
+        done = subprocess.run(command, cwd=PROGRAMS, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("replaced: AdamW over 4 parameters") == (name == "ours.pt")
+    assert difference(saved(tmp_path / "ours.pt"), saved(tmp_path / "adamw.pt")) < 1e-6
+
+
+@pytest.mark.parametrize(("method", "name"), [("fork", "ZenFlowAdamW"), ("spawn", "AdamW")])
+def test_processes_of_a_program_are_named(method: str, name: str) -> None:
+    done = process("children.py", method)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == name
+    assert ("replaced: AdamW over 2 parameters" in done.stderr) == (method == "fork")
+    assert 'by "spawn" import it anew' in done.stderr
+
+
+def test_report_is_printed_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    under_run([*EXACT, "--report"], "accelerate_loop.py", tmp_path / "ours.pt")
+    assert "host update" in capsys.readouterr().out
+
+
+def test_dry_run_ends_at_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert under_run([*EXACT, "--dry-run"], "hf_trainer.py", tmp_path / "ours", *TRAINER) == 0
+    assert not (tmp_path / "ours" / "model.safetensors").exists()
+    lines = said(capsys)
+    assert lines[0].startswith("replaced: AdamW over ")
+    assert lines[-1] == "dry run: ended at the first step of an optimizer"
+
+
+def test_program_keeps_its_errors_and_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(
+        "import sys\nassert sys.argv == ['fails.py', '--policy', 'own']\nraise KeyError(7)"
+    )
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
+    done = process("fails.py", "--policy", "own", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("KeyError: 7")
+    assert process("exits.py", cwd=tmp_path).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], r"nowhere\.py is not a file; give the path of a script, or -m and a module"),
+        (["-m", "no.such.module"], r"there is no module no\.such\.module; leave out -m"),
+        (["--topk-ratio", "7", "loop.py"], r"topk_ratio=7 .*\[0, 1\]"),
+        (["--policy", "fast", "loop.py"], r"policy='fast'"),
+        (["--config", "nowhere.json", "loop.py"], r"nowhere\.json"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = len(list(ops.live_engines()))
+    with pytest.raises(SystemExit) as ended:
+        main.main(["run", *arguments])
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert len(list(ops.live_engines())) == engines
+
+
+# Names where programs choose an optimizer by name.
+
+
+def test_trainer_takes_the_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hyperparameters of the arguments, options of ``optim_args``, the last windows flushed."""
+    register_for_transformers()
+    register_for_transformers()
+    flags = [*TRAINER, "--adam_beta2", "0.95", "--adam_epsilon", "1e-7", "--lr_scheduler_type", "cosine"]
+    plainly("hf_trainer.py", tmp_path / "adamw", *flags)
+    name = ["--optim", "zenflow", "--optim_args"]
+    plainly("hf_trainer.py", tmp_path / "ours", *flags, *name, "update_interval=1,device_share=0,min_offload_size=100")
+    assert difference(saved(tmp_path / "ours"), saved(tmp_path / "adamw")) < 1e-5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        plainly("hf_trainer.py", tmp_path / "windows", *flags, *name, "device_share=0,min_offload_size=100")
+    windows = "device_share=0,min_offload_size=100,total_steps=10"
+    plainly("hf_trainer.py", tmp_path / "steps", *flags, *name, windows)
+    assert difference(saved(tmp_path / "windows"), saved(tmp_path / "steps")) == 0
+    with pytest.raises(TypeError, match=r"unknown option 'update_intervall'.*update_interval"):
+        plainly("hf_trainer.py", tmp_path / "wrong", *flags, *name, "update_intervall=1")
+
+
+def test_timm_takes_the_name() -> None:
+    import_timm()
+    import_module("zenflow_compile.integrations.timm").register_optimizer()
+    create = import_module("timm.optim").create_optimizer_v2
+    trained = []
+    for options in ({"opt": "adamw"}, {"opt": "zenflow", "update_interval": 1, "device_share": 0.0}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+        optimizer = create(model, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-7, **options)
+        for _ in range(5):
+            model(torch.randn(8, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append({name: value.detach().clone() for name, value in model.named_parameters()})
+    assert type(optimizer) is zf.ZenFlowAdamW
+    assert difference(*trained) < 1e-6
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)

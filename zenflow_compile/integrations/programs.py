@@ -1,0 +1,285 @@
+"""Trains programs that know nothing of this package: what ``zenflow-compile run`` replaces while a program runs.
+
+``torch.optim.AdamW``, and ``torch.optim.Adam`` without weight decay, make a ``ZenFlowAdamW`` with the program's own
+hyperparameters. Where the program compiles with Inductor, ``backend="zenflow"`` does. Trainers get the callbacks that
+flush at the end of training. What is not replaced is named, and is what it would have been.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zenflow_compile.import_hook import ImportHook
+from zenflow_compile.optimizer import ZenFlowAdamW
+from zenflow_compile.torch_internals import torch_private
+from zenflow_compile.weight_readers import replace_everywhere
+
+_KEPT = ("lr", "betas", "eps", "weight_decay", "maximize")
+"""Keywords of ``torch.optim.AdamW`` and ``Adam`` that a ``ZenFlowAdamW`` takes over."""
+
+_DEFAULTS = {name: inspect.signature(ZenFlowAdamW).parameters[name].default for name in _KEPT}
+
+
+@dataclass
+class Program:
+    """What was found in a program, and what became of it.
+
+    Attributes:
+        options: keywords of ``ZenFlowAdamW`` besides those of AdamW.
+        say: called with a line as soon as something is known.
+        compiles: compile models that the program does not compile.
+        keeps_compiler: leave ``torch.compile`` alone.
+    """
+
+    options: Mapping[str, Any]
+    say: Callable[[str], None]
+    compiles: bool = False
+    keeps_compiler: bool = False
+    _made: list[weakref.ref[ZenFlowAdamW]] = field(default_factory=list)
+    _stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    _said: set[str] = field(default_factory=set)
+
+    @property
+    def optimizers(self) -> list[ZenFlowAdamW]:
+        """Those that were made in place of others, have done a step, and are still referred to."""
+        return [optimizer for each in self._made if (optimizer := each()) in self._stepped and optimizer is not None]
+
+    @property
+    def replaced_any(self) -> bool:
+        """Whether any optimizer was made in place of another one."""
+        return bool(self._made)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
+
+    def optimizer(self, original: type[Optimizer], args: tuple[Any, ...], keywords: dict[str, Any]) -> Optimizer:
+        """Make the optimizer that the program gets for a call of ``original``."""
+        call = inspect.signature(original).bind(*args, **keywords)
+        call.apply_defaults()
+        given = call.arguments
+        given["params"] = groups = list(given["params"])  # a generator can be read once
+        for group in groups:
+            if isinstance(group, dict) and not isinstance(group["params"], Tensor):
+                group["params"] = list(group["params"])
+        try:
+            refuse_other_rules(original, given)
+            # What the program leaves out stays left out: the Trainer's callback compares what was given.
+            optimizer = self._ours(groups, {name: given[name] for name in _KEPT if given[name] != _DEFAULTS[name]})
+        except (ValueError, TypeError) as error:
+            self._say_once(f"left alone: {original.__name__} over {_size(groups)}: {error}")
+            return original(*call.args, **call.kwargs)
+        self._made.append(weakref.ref(optimizer))
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        self._say_once(f"replaced: {original.__name__} over {_size(groups)} by ZenFlowAdamW({options})")
+        return optimizer
+
+    def _ours(self, groups: list[Any], keywords: dict[str, Any]) -> ZenFlowAdamW:
+        before = [dict(group) if isinstance(group, dict) else group for group in groups]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            sharded = any(torch_private.is_dtensor(param) for param in _params(groups))
+            # The program averages gradients by itself, as for any optimizer.
+            keywords["process_group"] = None if sharded else False
+        try:
+            return ZenFlowAdamW(groups, **keywords, **self.options)
+        except BaseException:
+            for group, content in zip(groups, before, strict=True):
+                if isinstance(group, dict):  # optimizers add their defaults to it
+                    group.clear()
+                    group.update(content)
+            raise
+
+    def note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called before each step of any optimizer."""
+        if optimizer in self._stepped:
+            return
+        self._stepped.add(optimizer)
+        if not isinstance(optimizer, ZenFlowAdamW):
+            self._say_once(f"left alone: {type(optimizer).__name__} over {_size(optimizer.param_groups)}: another rule")
+        elif self.compiles:
+            self._compile_model_of(optimizer)
+
+    def _compile_model_of(self, optimizer: ZenFlowAdamW) -> None:
+        """Compile the module that has all parameters of ``optimizer``, from its next call on."""
+        params = {id(param) for param in _params(optimizer.param_groups)}
+        modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]  # not what proxies show
+        whole = [each for each in modules if params <= {id(param) for param in each.parameters()}]
+        if not whole:
+            self._say_once(f"not compiled: no module has the {len(params)} parameters of an optimizer")
+            return
+        if any(isinstance(each, DistributedDataParallel) for each in whole):
+            self._say_once("not compiled: the model is inside DistributedDataParallel, whose hooks work without")
+            return
+        model = min(whole, key=lambda each: sum(1 for _ in each.modules()))
+        if all(each._compiled_call_impl is None for each in model.modules()):
+            model.compile(backend="zenflow")
+            self._say_once(f"compiled: {type(model).__name__}, by backend='zenflow', from its second step on")
+
+    def compiled_by(self, backend: Any) -> Any:
+        """The backend that ``torch.compile(backend=...)`` gets."""
+        if backend == "inductor":
+            self._say_once("replaced: torch.compile with Inductor by backend='zenflow'")
+            return "zenflow"
+        name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+        if name != "zenflow":
+            self._say_once(
+                f"left alone: torch.compile(backend={name!r}): updates are overlapped less than in Inductor's"
+            )
+        return backend
+
+
+def refuse_other_rules(original: type[Optimizer], given: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the arguments of ``original`` ask for another rule than AdamW's.
+    """
+    groups = [{**given, **group} if isinstance(group, dict) else given for group in given["params"]]
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if any(group.get(name) for group in groups):
+            raise ValueError(f"{name}=True")
+    decoupled = original.__name__ == "AdamW"
+    for group in groups:
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", decoupled):
+            raise ValueError(
+                f"weight_decay={group['weight_decay']} of Adam is added to the gradient, and that of AdamW is not"
+            )
+
+
+def _params(groups: list[Any]) -> list[Tensor]:
+    params: list[Tensor] = []
+    for group in groups:
+        listed = group["params"] if isinstance(group, dict) else [group]
+        listed = [listed] if isinstance(listed, Tensor) else listed
+        params += [each[1] if isinstance(each, tuple) else each for each in listed]
+    return params
+
+
+def _size(groups: list[Any]) -> str:
+    params = _params(groups)
+    return f"{len(params)} parameters of {sum(param.numel() for param in params):,} elements"
+
+
+class _StandIn(type):
+    """The class of what a program finds in place of an optimizer's class.
+
+    A call makes the optimizer. For anything else it is the class: subclasses derive from the original one, and its
+    instances and those of ``ZenFlowAdamW`` are instances of it.
+    """
+
+    original: type[Optimizer]
+    program: Program
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
+        bases = tuple(base.original if isinstance(base, _StandIn) else base for base in bases)
+        return type(bases[0])(name, bases, namespace, **keywords)
+
+    @classmethod
+    def of(cls, original: type[Optimizer], program: Program) -> _StandIn:
+        content = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+        }
+        made = type.__new__(cls, original.__name__, (original,), content)
+        made.original, made.program = original, program
+        made.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        return made
+
+    def __call__(cls, *args: Any, **keywords: Any) -> Optimizer:
+        return cls.program.optimizer(cls.original, args, keywords)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (cls.original, ZenFlowAdamW))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return subclass is cls or issubclass(subclass, (cls.original, ZenFlowAdamW))
+
+
+@contextmanager
+def served(program: Program) -> Iterator[None]:
+    """Have ``program.options`` used by everything that runs in the block; afterwards, nothing is replaced any more."""
+    with ExitStack() as undo:
+        for original in (torch.optim.AdamW, torch.optim.Adam):
+            stand_in = _StandIn.of(original, program)
+            replace_everywhere(original, stand_in)
+            undo.callback(replace_everywhere, stand_in, original)
+        undo.callback(register_optimizer_step_pre_hook(program.note_step).remove)
+        if not program.keeps_compiler:
+            _replace(undo, torch, "compile", _compiling(torch.compile, program))
+        adapters = {
+            "transformers.trainer": _adapt_transformers,
+            "accelerate.optimizer": _adapt_accelerate,
+            "lightning.pytorch.trainer.trainer": _adapt_lightning,
+        }
+        hook_on_imports = ImportHook({name: functools.partial(adapt, undo) for name, adapt in adapters.items()})
+        undo.callback(hook_on_imports.uninstall)
+        hook_on_imports.install()
+        yield
+
+
+def _replace(undo: ExitStack, owner: Any, name: str, replacement: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, replacement)
+
+
+def _compiling(original: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compile_for(model: Any = None, *, backend: Any = "inductor", **keywords: Any) -> Any:
+        return original(model, backend=program.compiled_by(backend), **keywords)
+
+    return compile_for
+
+
+def _adapt_transformers(undo: ExitStack, trainer: ModuleType) -> None:
+    from zenflow_compile.integrations.transformers import ZenFlowCallback
+
+    class Callback(ZenFlowCallback):
+        """Leaves the training of other optimizers alone."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            optimizer = keywords["optimizer"]
+            if isinstance(getattr(optimizer, "optimizer", optimizer), ZenFlowAdamW):
+                super().on_train_begin(args, state, control, **keywords)
+
+    trainer.DEFAULT_CALLBACKS.append(Callback)
+    undo.callback(trainer.DEFAULT_CALLBACKS.remove, Callback)
+
+
+def _adapt_accelerate(undo: ExitStack, module: ModuleType) -> None:
+    """Keep Accelerate from moving a copy of the complete state through the device."""
+    original = module.AcceleratedOptimizer.__init__
+
+    @functools.wraps(original)
+    def wrap(self: Any, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
+        original(self, optimizer, device_placement and not isinstance(optimizer, ZenFlowAdamW), scaler)
+
+    _replace(undo, module.AcceleratedOptimizer, "__init__", wrap)
+
+
+def _adapt_lightning(undo: ExitStack, module: ModuleType) -> None:
+    from zenflow_compile.integrations.lightning import ZenFlowCallback
+
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def create(self: Any, *args: Any, **keywords: Any) -> None:
+        original(self, *args, **keywords)
+        self.callbacks.append(ZenFlowCallback())
+
+    _replace(undo, module.Trainer, "__init__", create)
