@@ -6,7 +6,7 @@ Lanes and the kinds on them:
 
 ===============  =======================================================================================
 ``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall), ``inference``
-                 (a forward without gradients)
+                 (a forward without gradients), ``compile``
 ``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection, or streamed through the
                  device around its update), ``load`` (offloaded weights), ``write_back`` (those that the device
                  updates); with bytes

@@ -7,8 +7,8 @@ reach a change of C++.
 1. Each patch must apply to the working tree. A change of the product ports the patches of the lines that it changes.
 2. One run of each tier's tests, in a copy of the last commit with a probe at each changed place (``probes.py``), tells
    which tests reach which mutants. ``build/mutants`` keeps the result.
-3. In other copies, each mutant runs the tests that it names, then those of tier 1 that reach it, the cheapest ones
-   first, until one fails that passes without the mutant; then those of tier 2, and then all of tiers 1 and 2.
+3. In other copies, each mutant runs the tests that it names, then those of tier 1 that reach it, the most particular
+   ones first, until one fails that passes without the mutant; then those of tier 2, and then all of tiers 1 and 2.
 4. ``tests/mutants/results.json`` gets each result as soon as it is known. A mutant that has a result is not run again,
    unless its patch, the files that it changes or the test that found it have changed, or ``--again`` is given.
 
@@ -23,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -92,9 +93,10 @@ class Search:
 
 
 def reaching(mutant: Mutant, coverage: Coverage, left_out: Coverage | None = None) -> Runs:
-    """The tests that reach a mutant, the cheapest first, but those that another tier has run."""
+    """The tests that reach a mutant, but those that another tier has run: first those that reach the fewest others."""
     ran = set(left_out.reached[mutant.name]) if left_out else set()
-    tests = sorted(set(coverage.reached[mutant.name]) - ran, key=coverage.seconds.__getitem__)
+    mutants = Counter(test for tests in coverage.reached.values() for test in tests)
+    tests = sorted(set(coverage.reached[mutant.name]) - ran, key=lambda test: (mutants[test], coverage.seconds[test]))
     for at in range(0, len(tests), IN_ONE_PROCESS):
         yield [*BY_NAME, *tests[at : at + IN_ONE_PROCESS]]
 

@@ -7,7 +7,9 @@ from itertools import count
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
+import zenflow_compile as zf
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
@@ -308,3 +310,22 @@ def test_engines_without_a_timeline_are_ignored():
     with profile() as prof:
         pass
     assert prof.summaries() == []
+
+
+@pytest.mark.parametrize(("policy", "hidden"), [("zero_offload", 0.0), ("zenflow", None)])
+def test_compilations_are_recorded_and_nothing_hides_a_blocking_update(policy, hidden):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    optimizer = zf.ZenFlowAdamW(model.named_parameters(), policy=policy)
+    compiled = torch.compile(model, backend="zenflow", options={"inner": "eager"})
+    with optimizer, zf.profile(optimizer) as profile:
+        for _ in range(8):
+            compiled(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    summary = profile.summary()
+    assert summary["compilations"] == 2  # with the backward, which is compiled when it runs first
+    assert summary["compilation_ms"] > 0
+    (recording,) = profile.recordings()
+    steps = [each for each in recording.events if each.lane == "step"]
+    assert summary["step_ms"] * 8 < sum(each.duration_ns for each in steps) / 1e6 - 0.9 * summary["compilation_ms"]
+    assert hidden is None or summary["hidden_fraction"] == hidden

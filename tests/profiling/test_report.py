@@ -1,15 +1,28 @@
 import dataclasses
 import io
+import random
 import re
 
 import pytest
 from rich.console import Console
 
-from tests.profiling.synthetic import event, known_run, recording
+from tests.profiling.synthetic import MS, event, known_run, recording
 from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.performance.traffic import Traffic
-from zenflow_compile.profiling.gantt import BACKWARD, COPY, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT, draw
-from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.profiling.gantt import (
+    BACKWARD,
+    COPY,
+    EXPOSED,
+    FORWARD,
+    HOST,
+    IDLE,
+    STATE,
+    UPDATE,
+    WAIT,
+    Cell,
+    draw,
+)
+from zenflow_compile.profiling.recording import Recording, intersect, length_ns, union
 from zenflow_compile.profiling.report import can_show_blocks, print_report
 from zenflow_compile.timeline import AdaptiveWindows
 
@@ -71,7 +84,7 @@ def test_blocks_only_if_the_encoding_has_them():
     assert "█" in printed([known_run()])
     text = printed([known_run()], encoding="ascii")
     assert "f forward" in text
-    assert "# host update" in text
+    assert "8 host update, hidden" in text
     assert not can_show_blocks(Console(file=io.TextIOWrapper(io.BytesIO(), encoding="latin-1")))
 
 
@@ -79,10 +92,10 @@ def test_numbers_in_the_table():
     text = " ".join(printed([known_run()]).split())
     for part in (
         "steps 2",
-        "step time 40.0 ms mean, 40.0 ms p95",
+        "step time 40.0 ms median, 40.0 ms mean, 40.0 ms p95",
         "9.00 ms forward + 20.0 ms backward + 6.00 ms update + 1.00 ms merge + 4.00 ms stall + 0.00 ms other",
         "stall 10% of the time",
-        "host update 30.0 ms per step, 93% hidden, 34% busy (2 workers)",
+        "host update 30.0 ms per step, 93% hidden, 7% exposed, 34% busy (2 workers)",
         "host bandwidth 15.4 GB/s",
         "device to host 8.00 MB per step, 1.6 GB/s",
         "host to device 1.25 MB per step, 0.8 GB/s",
@@ -154,12 +167,33 @@ def test_limits_include_the_disk_if_measured():
 def test_limits_name_the_unavoidable_stall():
     heavy = dataclasses.replace(TRAFFIC, host=2e9, host_per_gradient=1_000_000_000)
     assert limits(Bandwidths(host=20e9, to_host=10e9, to_device=5e9), heavy).endswith(
-        "limit: at best 100 ms per step, 64.0 ms of it stall, and no update_interval hides the host update"
-    )
+        "limit: at best 40.0 ms per step, 4.00 ms of it stall, and no update_interval hides the host update"
+    ), "never above what was measured"
     blocking = dataclasses.replace(TRAFFIC, blocking=True)
     assert limits(Bandwidths(host=20e9, to_host=10e9, to_device=5e9), blocking).endswith(
         "limit: at best 39.0 ms per step, 3.00 ms of it stall"
     )
+
+
+def test_compilation_has_a_row_and_no_other_time():
+    events = list(known_run().events)
+    later = [
+        dataclasses.replace(each, start_ns=each.start_ns + 100 * MS, end_ns=each.end_ns + 100 * MS) for each in events
+    ]
+    compiling = [
+        event("step", "step", 0, 100, step=6),
+        event("compute", "compile", 1, 60),
+        event("compute", "compile", 61, 100),
+    ]
+    text = " ".join(printed([recording([*compiling, *later])]).split())
+    assert "compilation 2 times, 98.0 ms in all, left out of every other row" in text
+    assert "step time 40.0 ms median" in text
+
+
+def test_forwards_that_are_not_recorded_are_said():
+    events = [each for each in known_run().events if each.kind != "forward"]
+    text = " ".join(printed([recording(events)]).split())
+    assert "93% not waited for (a model that is not compiled records no forward)" in text
 
 
 def test_no_limit_without_measured_bandwidths():
@@ -196,14 +230,15 @@ def test_gantt_cells():
         event("H2D", "copy", 2.4, 2.6),
         event("worker 0", "host_update", -5, 4),
     ]
-    gantt = draw(recording(events), width=20 + len("worker 0  "))
+    gantt = draw(recording(events), width=20 + len("worker 0  ") + len(" 100%"))
     assert gantt is not None
-    assert gantt.rows["compute"] == (
-        *(FORWARD,) * 2, *(WAIT,) * 2, UPDATE, *(FORWARD,) * 3, *(BACKWARD,) * 8, *(UPDATE,) * 2, *(IDLE,) * 2
-    )  # fmt: skip
-    assert gantt.rows["D2H"] == (*(IDLE,) * 9, *(COPY,) * 3, *(IDLE,) * 8)
-    assert gantt.rows["H2D"] == (IDLE, STATE, COPY, *(IDLE,) * 17)  # a short copy still shows
-    assert gantt.rows["worker 0"] == (*(HOST,) * 4, *(IDLE,) * 16)
+    assert [cell.mark for cell in gantt.rows["compute"]] == [
+        *[FORWARD] * 2, *[WAIT] * 2, UPDATE, *[FORWARD] * 3, *[BACKWARD] * 8, *[UPDATE] * 2, *[IDLE] * 2
+    ]  # fmt: skip
+    assert gantt.rows["D2H"] == (*[Cell(IDLE)] * 9, *[Cell(COPY, 8)] * 3, *[Cell(IDLE)] * 8)
+    assert gantt.rows["H2D"] == (Cell(IDLE), Cell(STATE, 8), Cell(COPY, 2), *[Cell(IDLE)] * 17)  # 0.2 of a slice
+    assert gantt.rows["worker 0"] == (*[Cell(HOST, 8)] * 2, *[Cell(EXPOSED, 8)] * 2, *[Cell(IDLE)] * 16)
+    assert gantt.busy == {"D2H": pytest.approx(0.15), "H2D": pytest.approx(0.06), "worker 0": pytest.approx(0.2)}
     assert gantt.ruler == "|step 3" + " " * 13
 
 
@@ -214,9 +249,31 @@ def test_cell_shows_the_longest_kind():
         event("compute", "wait", 0.0, 0.4),
         event("compute", "wait", 1.0, 1.6),
     ]
-    gantt = draw(recording(events), width=16 + len("compute  "))
+    gantt = draw(recording(events), width=16 + len("compute  ") + len(" 100%"))
     assert gantt is not None
-    assert gantt.rows["compute"][:3] == (FORWARD, WAIT, FORWARD)
+    assert [cell.mark for cell in gantt.rows["compute"][:3]] == [FORWARD, WAIT, FORWARD]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_levels_are_busy_shares_within_an_eighth(seed):
+    draw_from = random.Random(seed)
+    events = [event("step", "step", 0, 400), event("compute", "forward", 0, 250), event("compute", "wait", 250, 400)]
+    for lane, kind in (("D2H", "copy"), ("H2D", "copy"), ("worker 0", "host_update")):
+        starts = sorted(draw_from.uniform(0, 400) for _ in range(60))
+        events += [event(lane, kind, start, start + draw_from.expovariate(0.3)) for start in starts]
+    run = recording(events)
+    gantt = draw(run, width=40 + len("worker 0  ") + len(" 100%"))
+    for lane in ("D2H", "H2D", "worker 0"):
+        busy = intersect(
+            union((each.start_ns, each.end_ns) for each in run.events if each.lane == lane), [(0, 400 * MS)]
+        )
+        assert gantt.busy[lane] == pytest.approx(length_ns(busy) / (400 * MS))
+        for number, cell in enumerate(gantt.rows[lane]):
+            share = length_ns(intersect(busy, [(number * 10 * MS, (number + 1) * 10 * MS)])) / (10 * MS)
+            assert abs((cell.level or 0) / 8 - share) <= 1 / 8
+            assert (cell.mark is IDLE) == (share == 0)
+        text = printed([run], width=40 + len("worker 0  ") + len(" 100%"), encoding="ascii")
+        assert re.search(rf"^{lane} +[1-8.]{{40}} +{100 * gantt.busy[lane]:.0f}%$", text, re.MULTILINE)
 
 
 def test_gantt_shows_the_last_steps_only():
@@ -233,7 +290,7 @@ def test_step_numbers_never_run_into_each_other():
     gantt = draw(recording(steps), width=60, steps=12)
     assert gantt is not None
     assert gantt.ruler.count("|") == 12
-    assert len(gantt.ruler) == 60 - len("compute  ")
+    assert len(gantt.ruler) == 60 - len("compute  ") - len(" 100%")
 
 
 def test_workers_in_numeric_order():

@@ -25,8 +25,11 @@ def test_known_run():
         "selected_share": 0.1,
         "steps": 2,
         "warm_up_steps": 0,
+        "compilations": 0,
+        "compilation_ms": 0.0,
         "evaluation_ms": 0.0,
         "step_ms": 40.0,
+        "step_ms_median": 40.0,
         "step_ms_p95": 40.0,
         "stall_ms_per_step": 4.0,
         "stall_share": 8 / 80,
@@ -41,6 +44,7 @@ def test_known_run():
         "other_ms_per_step": 0.0,
         "host_update_ms_per_step": 30.0,
         # In measured time: worker 0 26..46 (42..46 under a wait) and 66..80; worker 1 20..30 and 60..70.
+        "forward_recorded": True,
         "hidden_fraction": (20 - 4 + 14 + 20) / (20 + 14 + 20),
         "workers": 2,
         "worker_busy_share": (20 + 14 + 20) / (2 * 80),
@@ -164,6 +168,14 @@ def test_overlapping_waits_count_once():
 def test_blocking_host_update_is_not_hidden():
     events = [event("step", "step", 0, 10), event("compute", "wait", 4, 10), event("worker 0", "host_update", 5, 9)]
     assert summarize(recording(events))["hidden_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(("share", "hidden"), [(0.5, 0.75), (0.01, 0.25)])
+def test_updates_of_little_hide_nothing(share, hidden):
+    """The host updates for 2 ms in a forward, for 4 ms in the step's own update, and for 2 ms in neither."""
+    events = [event("step", "step", 0, 20), event("compute", "forward", 0, 8), event("compute", "update", 10, 14)]
+    events += [event("worker 0", "host_update", *span) for span in ((6, 8), (10, 14), (16, 18))]
+    assert summarize(recording(events, updated_on_device=share))["hidden_fraction"] == hidden
 
 
 def test_late_waits_are_not_early():

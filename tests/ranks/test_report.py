@@ -91,7 +91,13 @@ def test_report_of_ranks_needs_ranks() -> None:
 
 
 def summary(step_ms: float | None, waits: float) -> Summary:
-    numbers = {"step_ms": step_ms, "rank_wait_ms_per_step": waits, "stall_ms_per_step": waits, "stall_share": 0.5}
+    numbers = {
+        "step_ms": step_ms,
+        "step_ms_median": step_ms,
+        "rank_wait_ms_per_step": waits,
+        "stall_ms_per_step": waits,
+        "stall_share": 0.5,
+    }
     return cast(Summary, {"host_update_ms_per_step": 1.0, "d2h_bytes_per_step": 1.0, "blocking": False, **numbers})
 
 

@@ -19,7 +19,7 @@ _FAR_TOO_MUCH = 2.0  # times the time there is
 
 def diagnose(summary: Summary) -> str:
     """Say what limits this run and which option would help, in one sentence."""
-    step_ms = summary["step_ms"]
+    step_ms = summary["step_ms_median"]
     stall_ms = summary["stall_ms_per_step"]
     if step_ms is None or stall_ms is None:
         return "Nothing was measured: no optimizer step ended while the profile was on."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -22,7 +23,8 @@ from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.ranks.rank_group import Call
-from zenflow_compile.timeline import STEP, Timeline, attaching_new_engines
+from zenflow_compile.timeline import COMPUTE, STEP, Timeline, attaching_new_engines
+from zenflow_compile.torch_internals.torch_private_compiler import watch_compilations
 
 
 class _Attachment:
@@ -61,6 +63,7 @@ class Profile:
         self._max_events = max_events
         self._attachments: dict[int, _Attachment] = {}
         self._exit: ExitStack | None = None
+        self._compilation_began = 0
 
     def __enter__(self) -> Self:
         if self._exit is not None:
@@ -72,7 +75,18 @@ class Profile:
             for engine in ops.live_engines():
                 self.attach(engine)
             self._exit.enter_context(attaching_new_engines(self.attach))
+        self._exit.callback(watch_compilations(self._begin_compilation, self._end_compilation))
         return self
+
+    def _begin_compilation(self) -> None:
+        self._compilation_began = time.perf_counter_ns()
+
+    def _end_compilation(self) -> None:
+        """Record a compilation for every optimizer: each of them waits for it."""
+        now = time.perf_counter_ns()
+        for attachment, engine in self._attached():
+            began = self._compilation_began
+            attachment.timeline.add(COMPUTE, "compile", began, now, step=engine.step)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -77,7 +77,12 @@ def exclusive(layers: Iterable[tuple[_Key, Intervals]]) -> dict[_Key, Intervals]
     return own
 
 
+_NECESSARY = 0.05  # share of the elements above which their update on the device is work that hides others
+
 _TRAINING = ("forward", "backward", "update")
+
+INNERMOST_FIRST = ("wait", "select", "merge", "update", "backward", "forward")
+"""Kinds of training on the compute lane. A moment counts for the innermost one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,7 @@ class Recording:
         update_interval: steps per update window (the longest of the plan); None if nothing is offloaded.
         adaptive_windows: bounds of the window length under ``update_interval="auto"``; None for fixed lengths.
         blocking: the step waits for its host updates by design (``zero_offload``, ``overlap_step=False``).
+        updated_on_device: share of all elements whose update runs on the device: resident, streamed and selected ones.
         selected_share: share of the offloaded parameters' elements that is selected; None if unknown.
         norms: squared gradient norms, selected and total, over the recorded steps; None if unknown.
         traffic: what the plan moves per step; None if nothing is offloaded, or unknown.
@@ -105,6 +111,7 @@ class Recording:
     adaptive_windows: AdaptiveWindows | None = None
     blocking: bool = False
     state_note: str | None = None
+    updated_on_device: float = 1.0
     selected_share: float | None = None
     norms: NormSums | None = None
     traffic: Traffic | None = None
@@ -130,6 +137,37 @@ class Recording:
         ]
 
     @property
+    def compilation(self) -> Intervals:
+        """Time in which graphs were compiled."""
+        return union((event.start_ns, event.end_ns) for event in self.events if event.kind == "compile")
+
+    @property
+    def compute(self) -> dict[str, Intervals]:
+        """Time of each kind of training on the compute lane; nested work is cut out of the work around it."""
+        spans: dict[str, list[Interval]] = {kind: [] for kind in INNERMOST_FIRST}
+        for event in self.events:
+            if event.lane == COMPUTE and event.kind in spans:
+                spans[event.kind].append((event.start_ns, event.end_ns))
+        left_out = union([*self.evaluation, *self.compilation])
+        layers = [("", left_out), *((kind, union(pairs)) for kind, pairs in spans.items())]
+        return {kind: intervals for kind, intervals in exclusive(layers).items() if kind}
+
+    @property
+    def hides(self) -> Intervals:
+        """The time under which host updates are hidden: forwards, backwards, and necessary updates on the device.
+
+        Where the host updates nearly everything, the rest of a step waits for it, also where no wait was recorded.
+        Models that are not compiled record no forward: there, all time counts that is neither.
+        """
+        compute = self.compute
+        exposes = ["wait"] if self.updated_on_device >= _NECESSARY else ["wait", "update", "merge", "select"]
+        if compute["forward"]:
+            return union(pair for kind in compute if kind not in exposes for pair in compute[kind])
+        first = min((event.start_ns for event in self.events), default=0)
+        last = max((event.end_ns for event in self.events), default=0)
+        return subtract([(first, last)], union(pair for kind in exposes for pair in compute[kind]))
+
+    @property
     def worker_lanes(self) -> list[str]:
         """Lanes of the workers that have events, in numeric order."""
         lanes = {event.lane for event in self.events if event.is_worker}
@@ -140,6 +178,8 @@ def recording_of(plan: Plan, events: Iterable[Event], model_bytes: int) -> Recor
     """The recording of a run with ``plan``, with all that follows from the plan."""
     offloaded = [param for param in plan.params if param.offloaded]
     elements = sum(param.numel for param in offloaded)
+    selected = sum(param.k * param.length for param in offloaded)
+    everything = sum(param.numel for param in plan.params)
     return Recording(
         events=tuple(events),
         model_bytes=model_bytes,
@@ -147,6 +187,7 @@ def recording_of(plan: Plan, events: Iterable[Event], model_bytes: int) -> Recor
         update_interval=max((param.interval for param in offloaded), default=None),
         blocking=bool(offloaded) and all(param.blocking for param in offloaded),
         state_note=plan.state_note,
-        selected_share=sum(param.k * param.length for param in offloaded) / elements if elements else None,
+        updated_on_device=(everything - elements + selected) / everything,
+        selected_share=selected / elements if elements else None,
         traffic=traffic_of(plan),
     )

@@ -14,7 +14,7 @@ from zenflow_compile.checks.validate import printable
 from zenflow_compile.performance.equations import Limit, limit_of
 from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
-from zenflow_compile.profiling.gantt import MARKS, Gantt, Mark, draw, duration_label
+from zenflow_compile.profiling.gantt import BLOCKS, DIGITS, MARKS, Cell, Gantt, Mark, draw, duration_label
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary, summarize
 
@@ -57,7 +57,7 @@ def print_report(recordings: list[Recording], console: Console | None = None, *,
 def can_show_blocks(console: Console) -> bool:
     """Whether every character of the picture can be written to ``console``."""
     try:
-        "".join(mark.block for mark in MARKS).encode(console.encoding)
+        "".join([BLOCKS, *(mark.block for mark in MARKS)]).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         return False
     return True
@@ -70,9 +70,10 @@ def picture(gantt: Gantt, *, blocks: bool) -> Text:
     text.append(" " * gantt.label_width + gantt.ruler.rstrip() + "\n", style="dim")
     for lane, cells in gantt.rows.items():
         text.append(lane.ljust(gantt.label_width))
-        for mark in cells:
-            text.append(_character(mark, blocks), style=mark.style)
-        text.append("\n")
+        for cell in cells:
+            text.append(_character(cell, blocks), style=cell.mark.style)
+        share = gantt.busy.get(lane)
+        text.append("\n" if share is None else f"{percent(share):>5}\n")
     text.append_text(_legend(gantt.marks, blocks=blocks, width=gantt.label_width + len(gantt.ruler)))
     return text
 
@@ -82,22 +83,24 @@ def _legend(marks: tuple[Mark, ...], *, blocks: bool, width: int) -> Text:
     text = Text()
     column = 0
     for mark in marks:
-        entry = f"{_character(mark, blocks)} {mark.meaning}"
+        entry = f"{_character(Cell(mark), blocks)} {mark.meaning}"
         if column and column + 3 + len(entry) > width:
             text.append("\n")
             column = 0
         if column:
             text.append("   ")
             column += 3
-        text.append(_character(mark, blocks), style=mark.style)
+        text.append(_character(Cell(mark), blocks), style=mark.style)
         text.append(entry[1:], style="dim")
         column += len(entry)
     text.append("\n")
     return text
 
 
-def _character(mark: Mark, blocks: bool) -> str:
-    return mark.block if blocks else mark.ascii
+def _character(cell: Cell, blocks: bool) -> str:
+    if cell.level is not None:
+        return (BLOCKS if blocks else DIGITS)[cell.level - 1]
+    return cell.mark.block if blocks else cell.mark.ascii
 
 
 def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
@@ -114,7 +117,7 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
     """Name and value of every row; a dash where nothing was measured."""
     steps = str(s["steps"])
     if s["warm_up_steps"]:
-        steps += f", the first {s['warm_up_steps']} left out below (compilation)"
+        steps += f", the first {s['warm_up_steps']} left out below (warm-up)"
     parts = (  # they add up to step_ms
         _ms(s["forward_ms_per_step"], " forward"),
         _ms(s["backward_ms_per_step"], " backward"),
@@ -126,16 +129,22 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
     )
     rows = [
         ("steps", steps),
-        ("step time", _join(_ms(s["step_ms"], " mean"), _ms(s["step_ms_p95"], " p95"))),
+        (
+            "step time",
+            _join(_ms(s["step_ms_median"], " median"), _ms(s["step_ms"], " mean"), _ms(s["step_ms_p95"], " p95")),
+        ),
         ("parts of a step", _join(*parts, separator=" + ")),
     ]
+    if s["compilations"]:
+        took = f"{_count(s['compilations'], 'time')}, {milliseconds(s['compilation_ms'])} in all"
+        rows.append(("compilation", f"{took}, left out of every other row"))
     if s["evaluation_ms"]:
         rows.append(("evaluation (no_grad)", f"{milliseconds(s['evaluation_ms'])} in all, left out of every other row"))
     rows.append(("stall", _share(s["stall_share"], " of the time")))
     if s["state_note"] is not None:
         rows.append(("state on the host", s["state_note"]))
     busy = _share(s["worker_busy_share"], f" busy ({_count(s['workers'], 'worker')})")
-    hidden = _share(s["hidden_fraction"], " hidden")
+    hidden = _hidden(s)
     rows += [
         ("host update", _join(_ms(s["host_update_ms_per_step"], " per step"), hidden, busy)),
         *_slack_rows(s),
@@ -162,6 +171,16 @@ def _rows(s: Summary) -> list[tuple[str, str]]:
         ("re-selections", str(s["selections"])),
         *_dense_rows(s),
     ]
+
+
+def _hidden(s: Summary) -> str:
+    """How much of the host's updates ran under the device's work, and how much did not."""
+    share = s["hidden_fraction"]
+    if share is None:
+        return _NOT_MEASURED
+    if not s["forward_recorded"]:
+        return f"{percent(share)} not waited for (a model that is not compiled records no forward)"
+    return f"{percent(share)} hidden, {percent(1 - share)} exposed"
 
 
 def _dense_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -205,11 +224,13 @@ def _adaptive_windows(s: Summary) -> list[tuple[str, str]]:
 
 def _limit_rows(recording: Recording, summary: Summary) -> list[tuple[str, str]]:
     """The shortest step that this machine's bandwidths allow; no rows where they were not measured."""
-    step_ms, stall_ms = summary["step_ms"], summary["stall_ms_per_step"]
+    step_ms, stall_ms = summary["step_ms_median"], summary["stall_ms_per_step"]
     if recording.traffic is None or recording.bandwidths is None or step_ms is None or stall_ms is None:
         return []
     seen = _reached(recording.bandwidths, summary)
     limit = limit_of(recording.traffic, seen, device_ms=max(0.0, step_ms - stall_ms))
+    if limit.step_ms > step_ms:  # the stall that was measured hides some of what the formula adds
+        limit = replace(limit, step_ms=step_ms, stall_ms=min(limit.stall_ms, stall_ms))
     needs = [("host", limit.host_ms, seen.host), ("D2H", limit.to_host_ms, seen.to_host)]
     needs.append(("H2D", limit.to_device_ms, seen.to_device))
     if limit.disk_ms and seen.disk is not None:

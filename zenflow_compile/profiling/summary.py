@@ -11,7 +11,15 @@ from math import inf
 from statistics import median, quantiles
 from typing import TypedDict
 
-from zenflow_compile.profiling.recording import Intervals, Recording, exclusive, intersect, length_ns, subtract, union
+from zenflow_compile.profiling.recording import (
+    INNERMOST_FIRST,
+    Intervals,
+    Recording,
+    intersect,
+    length_ns,
+    subtract,
+    union,
+)
 from zenflow_compile.timeline import COMPUTE, D2H, GRADIENTS, H2D, OTHER_RANKS, RANKS, SLACK, STEP, WINDOWS, Event
 
 _NS_PER_MS = 1e6
@@ -64,8 +72,7 @@ def slack_by_block(events: Iterable[Event], steps: set[int]) -> dict[str, BlockS
     return dict(sorted(found.items(), key=lambda item: item[1]["margin_ms"]))
 
 
-_WARM_UP_FACTOR = 5  # a leading step this many times the median is compilation, not training
-_INNERMOST_FIRST = ("wait", "select", "merge", "update", "backward", "forward")
+_WARM_UP_FACTOR = 5  # a leading step this many times the median is no training: kernels are built, memory is touched
 _EARLY = 0.25  # share of a forward that counts as its first layers
 _TOP_WAITERS = 5
 
@@ -76,8 +83,8 @@ class Summary(TypedDict):
     None where nothing was measured, or where a ratio has no denominator; 0 only where 0 was measured.
 
     *Measured steps* are all recorded ones but the leading warm-up steps. *Measured time* is the time inside them,
-    without forwards under ``torch.no_grad()`` (evaluation), which belong to no training step. Every number "per step"
-    is a mean over the measured steps, so that the parts of a step add up::
+    without compilations and forwards under ``torch.no_grad()`` (evaluation), which belong to no training step. Every
+    number "per step" is a mean over the measured steps, so that the parts of a step add up::
 
         step_ms = forward + backward + update + merge + select + stall + other
 
@@ -95,12 +102,14 @@ class Summary(TypedDict):
         mean_window_steps: mean distance in steps between two flushes of one parameter, over all recorded steps; None
             where no parameter was flushed twice.
         steps: optimizer steps recorded, warm-up included.
-        warm_up_steps: leading steps longer than 5 medians (compilation); left out of everything but
+        warm_up_steps: leading steps longer than 5 medians; left out of everything but
             ``steps``, ``windows_flushed``, ``selections``, ``dense_gradients`` and the norms.
+        compilations: how often graphs were compiled, over all recorded steps.
+        compilation_ms: total time of that, which is left out of all other times.
         evaluation_ms: total time of evaluation inside the measured steps, see ``Recording.evaluation``; left out of all
             other times. An evaluation that keeps gradients enabled counts as forward.
-        step_ms, step_ms_p95: mean and 95th percentile (linear interpolation) of the measured steps, each from the
-            end of the previous step to its own.
+        step_ms, step_ms_median, step_ms_p95: mean, median and 95th percentile (linear interpolation) of the measured
+            steps, each from the end of the previous step to its own.
         stall_ms_per_step: time in which the training thread or the device waited for a copy or a host update.
         stall_share: that time as a share of measured time.
         stall_early_share: share of the stall in waits that began in the first quarter of their step's
@@ -114,7 +123,8 @@ class Summary(TypedDict):
         host_update_ms_per_step: busy time of all workers, added up: two workers that update at the same time count
             twice. ``prediction.forecast`` counts such time one time, as ``host_update_s``.
         hidden_fraction: share of the workers' host-update time, within measured time and as a union per
-            worker, that did not coincide with a wait on the compute lane.
+            worker, that ran under a forward, a backward or a necessary update of the device, see ``Recording.hides``.
+        forward_recorded: whether any forward was recorded; if none was, what is no wait hides.
         workers: worker lanes with at least one event.
         worker_busy_share: share of these workers' measured time that was host update.
         d2h_busy_share, h2d_busy_share: share of measured time in which at least one copy of that direction
@@ -150,8 +160,11 @@ class Summary(TypedDict):
     selected_share: float | None
     steps: int
     warm_up_steps: int
+    compilations: int
+    compilation_ms: float
     evaluation_ms: float
     step_ms: float | None
+    step_ms_median: float | None
     step_ms_p95: float | None
     stall_ms_per_step: float | None
     stall_share: float | None
@@ -166,6 +179,7 @@ class Summary(TypedDict):
     other_ms_per_step: float | None
     host_update_ms_per_step: float | None
     hidden_fraction: float | None
+    forward_recorded: bool
     workers: int
     worker_busy_share: float | None
     d2h_busy_share: float | None
@@ -194,21 +208,22 @@ def summarize(recording: Recording) -> Summary:
     """Reduces a recording; see ``Summary`` for what each number means."""
     events = recording.events
     steps = sorted((event for event in events if event.lane == STEP), key=lambda event: event.end_ns)
-    inference = recording.evaluation
-    training_ns = [length_ns(subtract([(step.start_ns, step.end_ns)], inference)) for step in steps]
+    inference, compilation = recording.evaluation, recording.compilation
+    no_training = union([*inference, *compilation])
+    training_ns = [length_ns(subtract([(step.start_ns, step.end_ns)], no_training)) for step in steps]
     limit = _WARM_UP_FACTOR * median(training_ns) if len(training_ns) > 2 else inf
     warm_up = len(list(takewhile(lambda time_ns: time_ns > limit, training_ns[: len(training_ns) // 2])))
     measured = steps[warm_up:]
     numbers = {step.step for step in measured}
     elapsed = union((step.start_ns, step.end_ns) for step in measured)
-    time = subtract(elapsed, inference)
+    time = subtract(elapsed, no_training)
     total_ns = length_ns(time)
     durations_ms = [duration_ns / _NS_PER_MS for duration_ns in training_ns[warm_up:]]
     if len(durations_ms) == 1:
         durations_ms *= 2  # ``quantiles`` takes no single value
     of_compute = [event for event in events if event.lane == COMPUTE]
-    found = {kind: [event for event in of_compute if event.kind == kind] for kind in _INNERMOST_FIRST}
-    compute = exclusive((kind, intersect(_spans(found[kind]), time)) for kind in _INNERMOST_FIRST)
+    found = {kind: [event for event in of_compute if event.kind == kind] for kind in INNERMOST_FIRST}
+    compute = {kind: intersect(intervals, time) for kind, intervals in recording.compute.items()}
     waits, wait_events = compute["wait"], found["wait"]
 
     def per_step(amount: float) -> float | None:
@@ -254,8 +269,11 @@ def summarize(recording: Recording) -> Summary:
         selected_share=recording.selected_share,
         steps=len(steps),
         warm_up_steps=warm_up,
-        evaluation_ms=(length_ns(elapsed) - total_ns) / _NS_PER_MS,
+        compilations=sum(event.kind == "compile" for event in of_compute),
+        compilation_ms=length_ns(compilation) / _NS_PER_MS,
+        evaluation_ms=length_ns(subtract(intersect(elapsed, inference), compilation)) / _NS_PER_MS,
         step_ms=ms_per_step(total_ns),
+        step_ms_median=median(durations_ms) if measured else None,
         step_ms_p95=quantiles(durations_ms, n=20, method="inclusive")[-1] if measured else None,
         stall_ms_per_step=ms_per_step(length_ns(waits)),
         stall_share=length_ns(waits) / total_ns if total_ns else None,
@@ -269,7 +287,8 @@ def summarize(recording: Recording) -> Summary:
         select_ms_per_step=compute_ms("select"),
         other_ms_per_step=ms_per_step(total_ns - sum(length_ns(intervals) for intervals in compute.values())),
         host_update_ms_per_step=ms_per_step(sum(length_ns(_spans(e)) for e in _by_lane(own_updates).values())),
-        hidden_fraction=sum(length_ns(subtract(own, waits)) for own in busy) / busy_ns if busy_ns else None,
+        hidden_fraction=sum(length_ns(intersect(own, recording.hides)) for own in busy) / busy_ns if busy_ns else None,
+        forward_recorded=bool(found["forward"]),
         workers=len(recording.worker_lanes),
         worker_busy_share=busy_ns / (len(busy) * total_ns) if busy and total_ns else None,
         d2h_busy_share=length_ns(intersect(_spans(copies[D2H]), time)) / total_ns if total_ns else None,

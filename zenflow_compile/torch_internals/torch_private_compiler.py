@@ -222,6 +222,19 @@ def announce_backend(name: str, place: str) -> None:
     registry._BACKENDS.setdefault(name, EntryPoint(name, place, "torch_dynamo_backends"))
 
 
+def watch_compilations(begin: Callable[[], None], end: Callable[[], None]) -> Callable[[], None]:
+    """Call ``begin`` and ``end`` around each compilation of Dynamo, and of a backward. Returns what ends that."""
+    handler = torch._dynamo.callback.callback_handler
+    started = handler.register_start_callback(lambda _: begin())
+    ended = handler.register_end_callback(lambda _: end())
+
+    def stop() -> None:
+        handler.remove_start_callback(started)
+        handler.remove_end_callback(ended)
+
+    return stop
+
+
 def traces_again(error: BaseException) -> bool:
     """Return whether Dynamo traces the frame again after this error of a backend.
 
