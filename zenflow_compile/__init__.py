@@ -11,11 +11,21 @@ if TYPE_CHECKING:
     from zenflow_compile.compiler.ownership import optimizer_of
     from zenflow_compile.explanation import explain
     from zenflow_compile.optimizer import ZenFlowAdamW
+    from zenflow_compile.options.deepspeed import read_deepspeed_config
     from zenflow_compile.prediction.predict import plan, simulate
     from zenflow_compile.profiling.profiler import profile
     from zenflow_compile.runtime.parameters.moved_weights import move_to_device
 
-__all__ = ["ZenFlowAdamW", "explain", "move_to_device", "optimizer_of", "plan", "profile", "simulate"]
+__all__ = [
+    "ZenFlowAdamW",
+    "explain",
+    "move_to_device",
+    "optimizer_of",
+    "plan",
+    "profile",
+    "read_deepspeed_config",
+    "simulate",
+]
 
 _MODULES = {
     "ZenFlowAdamW": "optimizer",
@@ -24,6 +34,7 @@ _MODULES = {
     "optimizer_of": "compiler.ownership",
     "plan": "prediction.predict",
     "profile": "profiling.profiler",
+    "read_deepspeed_config": "options.deepspeed",
     "simulate": "prediction.predict",
 }
 

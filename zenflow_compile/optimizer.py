@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import repeat
 from typing import Any, Literal
@@ -19,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.lazy_engine import LazyEngine, check_devices
+from zenflow_compile.options.deepspeed import read_deepspeed_config
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import TRAINED
 from zenflow_compile.runtime.checkpoint import save_load
@@ -68,6 +71,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
             (DistributedDataParallel, ``all_reduce(p.grad)``). None: one process trains, or
             ``fully_shard`` has sharded the model, which brings its ranks.
+        config: a DeepSpeed configuration, as a path or a dict, for everything that the other arguments leave out; see
+            :func:`~zenflow_compile.options.deepspeed.read_deepspeed_config`.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
@@ -96,14 +101,21 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        numbers: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        if config is not None:
+            # An equal number that the caller passed is another object than the default.
+            passed = {name: value for name, value in numbers.items() if value is not _DEFAULTS[name].default}
+            read = read_deepspeed_config(config, **passed, **options)
+            numbers |= {name: read.pop(name) for name in numbers if name in read}
+            options = read
         given = Options.from_keywords(**options)
         given.warn_of_unread()
         self._stepped = False
         self._warned_of_no_gradient = False
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
+        defaults = numbers | {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         check_group(defaults)  # also where every group overrides them
         super().__init__(_iterable(params), defaults)
@@ -449,6 +461,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             "a ZenFlowAdamW cannot be copied or pickled; save its state_dict(), and load it into a new one over the "
             "other model's parameters"
         )
+
+
+_DEFAULTS = inspect.signature(ZenFlowAdamW).parameters
 
 
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:

@@ -32,7 +32,16 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from scripts.mutants import outcomes
-from scripts.mutants.coverage import BY_NAME, LEFT_OUT, LEFT_OUT_NAMES, TIERS, Coverage, coverage_of, run_tests
+from scripts.mutants.coverage import (
+    BY_NAME,
+    LEFT_OUT,
+    LEFT_OUT_NAMES,
+    TIERS,
+    Coverage,
+    coverage_of,
+    run_tests,
+    stop_tests,
+)
 from scripts.mutants.patches import FOLDER, Mutant, checkout, git, head, read_mutants, refused
 
 RESULTS = FOLDER / "results.json"
@@ -77,6 +86,7 @@ class Search:
                     else:
                         self._found(jobs[job], result)
             except BaseException:
+                stop_tests()  # else the executor would wait for them
                 threads.shutdown(cancel_futures=True)
                 raise
         return left

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,26 @@ LEFT_OUT_NAMES = ("hazard", "stale_without_the_guard")
 """Files and names of tests that read the source, or change it: with a mutant they fail whatever the mutant does."""
 
 
+class TestsStoppedError(Exception):
+    """Tests were asked to run after ``stop_tests``."""
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+_stopped = threading.Event()
+
+
+def stop_tests() -> None:
+    """End the tests that other threads run now, and let none begin."""
+    _stopped.set()
+    for process in tuple(_running):
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Coverage:
     """A run of a tier: the seconds of each test that passed, and the tests that reached each mutant."""
@@ -50,7 +71,12 @@ def run_tests(
     Args:
         log: where an instrumented ``tree`` writes what it reaches.
         outcomes: gets a line for each test that starts, fails or ends.
+
+    Raises:
+        TestsStoppedError: after ``stop_tests``.
     """
+    if _stopped.is_set():
+        raise TestsStoppedError
     # Without files of bytecode: Python tells by the second whether a source has changed.
     own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **own, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -66,12 +92,15 @@ def run_tests(
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        _running.add(process)
         try:
             process.wait()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _running.remove(process)
+            _kill(process)
             process.wait()
+        if _stopped.is_set():
+            raise TestsStoppedError
         output.seek(0)
         return process.returncode, output.read()
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import zenflow_compile as zf
 from zenflow_compile.backend import split_backend_options
 from zenflow_compile.options.deepspeed import read_deepspeed_config
 from zenflow_compile.options.options import Options
@@ -43,7 +45,7 @@ def read_quietly(config: Any) -> dict[str, Any]:
 
 
 def test_tutorial_carries_over() -> None:
-    with pytest.warns(UserWarning, match=r"ignored.*: zero_optimization\.stage$"):
+    with pytest.warns(UserWarning, match=r"ignored.*: zero_optimization\.stage, .*\.pin_memory$"):
         keywords = read_deepspeed_config(TUTORIAL)
     zenflow = {**TUTORIAL["zero_optimization"]["zenflow"]}
     del zenflow["select_strategy"]
@@ -71,7 +73,8 @@ def test_file_and_dict_read_the_same(tmp_path: Path) -> None:
     message = str(caught[0].message)
     assert message.startswith(str(file))
     assert "bf16 is not read: weights and activations keep the model's dtype; use torch.autocast" in message
-    assert "no effect here: zero_optimization.stage, train_batch_size" in message
+    pinned = "zero_optimization.offload_optimizer.pin_memory"
+    assert f"no effect here: zero_optimization.stage, {pinned}, train_batch_size" in message
     assert "fp16" not in message
     assert keywords["lr"] == 2e-5
     assert keywords["betas"] == (0.9, 0.95)
@@ -192,10 +195,52 @@ def test_auto_of_the_optimizer_needs_a_value(name: str) -> None:
 )
 def test_offload_param_is_read(device: str, found: dict[str, Any], tmp_path: Path) -> None:
     path = {"device": "nvme", "nvme_path": str(tmp_path)}
-    zero = {"offload_optimizer": path, "offload_param": {**path, "device": device, "pin_memory": True}}
+    zero = {"offload_optimizer": path, "offload_param": {**path, "device": device, "pin_memory": False}}
     keywords = read_quietly({"zero_optimization": zero})
     assert keywords == {"policy": "zero_infinity", "nvme_path": str(tmp_path), **found}
     assert Options.from_keywords(**keywords).weights_in_files == (device == "nvme")
+
+
+@pytest.mark.parametrize(
+    ("offload", "found"),
+    [
+        ({"prefetch_optimizer": True, "prefetch_optimizer_gap": 2, "ratio": 0.8}, {"ratio": 0.8, "update_stride": 2}),
+        ({"prefetch_optimizer": 1, "prefetch_optimizer_gap": 0}, {"update_stride": "auto"}),
+        ({"prefetch_optimizer": False, "prefetch_optimizer_gap": 0, "ratio": 0.5}, None),
+    ],
+)
+def test_prefetched_subgroups_are_deep_optimizer_states(offload: dict[str, Any], found: dict[str, Any] | None) -> None:
+    """The keys of the paper's authors."""
+    expected = {"policy": "twinflow", "ratio": 0.5} if found is None else {"policy": "deep_optimizer_states", **found}
+    keywords = read_quietly({"zero_optimization": {"offload_optimizer": {"device": "cpu", **offload}}})
+    assert keywords == expected
+    Options.from_keywords(**keywords)
+    zenflow = {"zenflow": {}, "offload_optimizer": {"device": "cpu", "prefetch_optimizer": True}}
+    with pytest.warns(UserWarning, match=r"no effect here: zero_optimization\.offload_optimizer\.prefetch_optimizer"):
+        assert read_deepspeed_config({"zero_optimization": zenflow})["policy"] == "zenflow"
+    wrong = {"device": "cpu", "prefetch_optimizer": True, "prefetch_optimizer_gap": -1}
+    with pytest.raises(ValueError, match=r"prefetch_optimizer_gap=-1"):
+        read_deepspeed_config({"zero_optimization": {"offload_optimizer": wrong}})
+
+
+def test_optimizer_reads_a_file_for_what_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    numbers = {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": "auto"}
+    file.write_text(json.dumps({**TUTORIAL, **adam(params=numbers), "gradient_clipping": 1.0}))
+    with pytest.warns(UserWarning, match="ignored"):
+        optimizer = zf.ZenFlowAdamW(
+            [nn.Parameter(torch.ones(4, 4))], eps=1e-8, weight_decay=0.1, topk_ratio=0.2, config=file
+        )
+    (group,) = optimizer.param_groups
+    found = {name: group[name] for name in ("lr", "betas", "weight_decay")}
+    assert found == {"lr": 2e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    assert group["eps"] == 1e-8
+    assert (optimizer.options.topk_ratio, optimizer.options.max_grad_norm) == (0.2, 1.0)
+    with pytest.raises(ValueError, match='weight_decay="auto"'):
+        zf.ZenFlowAdamW([nn.Parameter(torch.ones(4, 4))], config=str(file))
+    with pytest.raises(FileNotFoundError, match="there is no such DeepSpeed configuration file"):
+        zf.ZenFlowAdamW([nn.Parameter(torch.ones(4, 4))], config="nowhere.json")
+    assert zf.read_deepspeed_config is read_deepspeed_config
 
 
 def test_offload_param_needs_the_same_directory() -> None:

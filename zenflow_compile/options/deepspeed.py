@@ -39,13 +39,15 @@ _READ_FROM_CONFIG = (
     "zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps", "communication_data_type",
 )  # fmt: skip
 _READ_FROM_ZERO = ("zenflow", "offload_optimizer", "offload_param", "cpu_offload", "sub_group_size")
-_READ_FROM_OFFLOAD = ("device", "pin_memory")
+_READ_FROM_OFFLOAD = ("device",)
+_PREFETCHING = ("prefetch_optimizer", "prefetch_optimizer_gap")
 _BLANK = ("auto", None)
 _PRECISIONS = {
     "fp16": "use torch.autocast(dtype=torch.float16) with torch.amp.GradScaler, or model.half()",
     "bf16": "use torch.autocast(dtype=torch.bfloat16), or model.bfloat16()",
 }
-_WITHOUT_EFFECT = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK}
+_WITHOUT_EFFECT = {"ratio": (*_BLANK, 1), "nvme_path": _BLANK, "pin_memory": (*_BLANK, False)}
+_WITHOUT_EFFECT |= dict.fromkeys(_PREFETCHING, (*_BLANK, 0))
 
 
 def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **keywords: Any) -> dict[str, Any]:
@@ -53,9 +55,11 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
 
     It reads ``zero_optimization.zenflow``, ``offload_optimizer``, ``offload_param``, ``optimizer``,
     ``gradient_clipping``, ``gradient_accumulation_steps`` and ``communication_data_type``; one warning names everything
-    else. Without a ``zenflow`` block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or
-    twinflow if its ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the
-    block, ``"nvme"`` is state in files. ``offload_param`` on ``"cpu"`` or ``"nvme"`` is ``offload_weights=1.0`` there.
+    else. Without a ``zenflow`` block, ``offload_optimizer`` on ``"cpu"`` is policy zero_offload, or twinflow if its
+    ``ratio`` is not 1, on ``"nvme"`` zero_infinity, and no ``offload_optimizer`` is resident; with the block,
+    ``"nvme"`` is state in files. With ``prefetch_optimizer`` (in the DeepSpeed of that paper's authors) the policy is
+    deep_optimizer_states, and ``prefetch_optimizer_gap`` its ``update_stride``. ``offload_param`` on ``"cpu"`` or
+    ``"nvme"`` is ``offload_weights=1.0`` there.
 
     ``"auto"`` is a blank for another program to fill in, except in the three options that have an automatic mode. It is
     refused for ``lr``, ``betas``, ``eps`` and ``weight_decay`` unless ``keywords`` has them, and left out everywhere
@@ -86,11 +90,12 @@ def read_deepspeed_config(source: str | os.PathLike[str] | Mapping[str, Any], **
     found |= _read_offload_param(weights, found, where, keywords)
     found |= _read_zenflow(zenflow, f"the zenflow block of {where}", keywords)
     ignored = [f"zero_optimization.{name}" for name in zero if name not in _READ_FROM_ZERO]
+    used = (*_READ_FROM_OFFLOAD, *found, *(_PREFETCHING if found["policy"] == "deep_optimizer_states" else ()))
     ignored += [
         f"zero_optimization.{block}.{name}"
         for block, read in (("offload_optimizer", offload), ("offload_param", weights))
         for name, value in read.items()
-        if name not in (*_READ_FROM_OFFLOAD, *found) and value not in _WITHOUT_EFFECT.get(name, ())
+        if name not in used and value not in _WITHOUT_EFFECT.get(name, ())
     ]
     if config.get("optimizer") is not None:
         found.update(_read_adam(_block(config, "optimizer", where), where, ignored, keywords))
@@ -141,6 +146,12 @@ def _read_offload(zero: Mapping[str, Any], offload: Mapping[str, Any], where: st
         found["policy"] = "zenflow"
         if device == "nvme":
             found["offload_device"] = "nvme"
+    elif device == "cpu" and offload.get("prefetch_optimizer") not in (*_BLANK, 0):
+        found |= {"policy": "deep_optimizer_states", "update_stride": "auto"}
+        if (ratio := offload.get("ratio")) not in _BLANK:
+            found["ratio"] = ratio
+        if (gap := offload.get("prefetch_optimizer_gap")) not in (*_BLANK, 0):
+            found["update_stride"] = check_integer(f"{where}: prefetch_optimizer_gap", gap, 1)
     elif device == "cpu" and offload.get("ratio") not in _WITHOUT_EFFECT["ratio"]:
         found |= {"policy": "twinflow", "ratio": offload["ratio"]}
     else:
