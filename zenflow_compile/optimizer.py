@@ -213,7 +213,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         constructing = not hasattr(self, "_lazy_engine")  # the base class adds the groups that it was given
         if not constructing:
             self._lazy_engine.check_open()
-        param_group = _materialized(param_group)
+        given, param_group = param_group, _materialized(param_group)
         check_group({**self.defaults, **param_group})
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
         for param in params:
@@ -221,6 +221,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if len({id(param) for param in params}) < len(params):
             raise ValueError("a parameter is in its group twice; model.parameters() has each one once")
         _check_names([*self.param_groups, param_group])
+        given["params"] = param_group["params"]
+        param_group = given  # as in PyTorch, the caller's dict is the group
         if constructing:
             super().add_param_group(param_group)
             return

@@ -7,8 +7,8 @@ reach a change of C++.
 1. Each patch must apply to the working tree. A change of the product ports the patches of the lines that it changes.
 2. One run of each tier's tests, in a copy of the last commit with a probe at each changed place (``probes.py``), tells
    which tests reach which mutants. ``build/mutants`` keeps the result.
-3. In other copies, each mutant runs the tests that it names, then those of tier 1 that reach it, the most particular
-   ones first, until one fails that passes without the mutant; then those of tier 2, and then all of tiers 1 and 2.
+3. In other copies, each mutant runs the tests that it names, then those of tier 1 that reach it, until one fails that
+   passes without the mutant; then those of tier 2, and then all of tiers 1 and 2.
 4. ``tests/mutants/results.json`` gets each result as soon as it is known. A mutant that has a result is not run again,
    unless its patch, the files that it changes or the test that found it have changed, or ``--again`` is given.
 
@@ -23,7 +23,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -75,38 +74,55 @@ class Search:
         self._found = found
 
     def survivors(self, mutants: Sequence[Mutant], runs: Callable[[Mutant], Runs]) -> list[Mutant]:
-        """The mutants that none of their ``runs`` finds; ``found`` gets the others' results."""
-        left = []
+        """The mutants that none of their ``runs`` finds; ``found`` gets the others' results.
+
+        All first runs come before all second ones: what is found easily is known soon.
+        """
+        survived: list[Mutant] = []
+        waiting = {each: runs(each) for each in mutants}
+        seconds = dict.fromkeys(mutants, 0.0)
         with ThreadPoolExecutor(self._count) as threads:
-            jobs = {threads.submit(self._judge, each, runs(each)): each for each in mutants}
             try:
-                for job in as_completed(jobs):
-                    if (result := job.result()) is None:
-                        left.append(jobs[job])
-                    else:
-                        self._found(jobs[job], result)
+                while waiting:
+                    jobs = {threads.submit(self._run, each, waiting[each]): each for each in waiting}
+                    for job in as_completed(jobs):
+                        mutant, (ran, test, took) = jobs[job], job.result()
+                        seconds[mutant] += took
+                        if test is not None:
+                            self._found(mutant, Result(mutant.digest, head(), round(seconds[mutant], 1), None, test))
+                        if not ran:
+                            survived.append(mutant)
+                        if test is not None or not ran:
+                            del waiting[mutant]
             except BaseException:
                 stop_tests()  # else the executor would wait for them
                 threads.shutdown(cancel_futures=True)
                 raise
-        return left
+        return survived
 
-    def _judge(self, mutant: Mutant, runs: Runs) -> Result | None:
+    def _run(self, mutant: Mutant, runs: Runs) -> tuple[bool, str | None, float]:
+        """Whether there was a next run, the test that finds the mutant in it, and the seconds that it took."""
+        if (arguments := next(runs, None)) is None:
+            return False, None, 0.0
         tree, begin = self._trees.get(), time.monotonic()
         try:
-            test = next(filter(None, (_finds(tree, mutant, arguments) for arguments in runs)), None)
+            return True, _finds(tree, mutant, arguments), time.monotonic() - begin
         finally:
             self._trees.put(tree)
-        if test is None:
-            return None
-        return Result(mutant.digest, head(), round(time.monotonic() - begin, 1), None, test)
 
 
 def reaching(mutant: Mutant, coverage: Coverage, left_out: Coverage | None = None) -> Runs:
-    """The tests that reach a mutant, but those that another tier has run: first those that reach the fewest others."""
+    """The tests that reach a mutant, but those that another tier has run.
+
+    Those of the changed folders come first, and the cheapest ones of each.
+    """
     ran = set(left_out.reached[mutant.name]) if left_out else set()
-    mutants = Counter(test for tests in coverage.reached.values() for test in tests)
-    tests = sorted(set(coverage.reached[mutant.name]) - ran, key=lambda test: (mutants[test], coverage.seconds[test]))
+    folders = {part for name in mutant.places for part in Path(name).parts}
+
+    def order(test: str) -> tuple[bool, float]:
+        return Path(test).parts[1] not in folders, coverage.seconds[test]
+
+    tests = sorted(set(coverage.reached[mutant.name]) - ran, key=order)
     for at in range(0, len(tests), IN_ONE_PROCESS):
         yield [*BY_NAME, *tests[at : at + IN_ONE_PROCESS]]
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "mutants"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mutant:
     """A patch. ``tests`` reach it in addition to those that a probe finds; ``places`` are lines by file."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import runpy
 import subprocess
@@ -64,14 +65,15 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Afterwards, all is as before."""
-    import_module("lightning")  # it has a torch.compile of its own
+    import_module("lightning.pytorch")  # it has a torch.compile of its own
 
     def replaced() -> list[object]:
         classes = [torch.optim.AdamW, torch.optim.Adam, vars(sys.modules["torch.optim.adamw"])["AdamW"]]
         return [*classes, torch.compile, list(sys.path), sys.argv, nn.Module.compile]
 
-    found, hooks = replaced(), len(sys.meta_path)
+    found, hooks, program = replaced(), len(sys.meta_path), sys.modules["__main__"]
     yield
+    sys.modules["__main__"] = program
     assert replaced() == found
     assert len(sys.meta_path) <= hooks + 1  # that of known readers, at the first optimizer
     assert type(torch.optim.AdamW) is type
@@ -203,6 +205,14 @@ def test_ranks_equal_adamw(tmp_path: Path) -> None:
     assert difference(saved(tmp_path / "ours.pt"), saved(tmp_path / "adamw.pt")) < 1e-6
 
 
+def test_programs_import_frameworks_themselves(tmp_path: Path) -> None:
+    """Which finds adapters that import what is half imported."""
+    plainly("lightning_fit.py", tmp_path / "adamw.pt")
+    done = process(*EXACT, "lightning_fit.py", tmp_path / "ours.pt")
+    assert done.returncode == 0, done.stderr
+    assert difference(saved(tmp_path / "ours.pt"), saved(tmp_path / "adamw.pt")) < 1e-6
+
+
 @pytest.mark.parametrize(("method", "name"), [("fork", "ZenFlowAdamW"), ("spawn", "AdamW")])
 def test_processes_of_a_program_are_named(method: str, name: str) -> None:
     done = process("children.py", method)
@@ -240,7 +250,7 @@ def test_program_keeps_its_errors_and_its_exit_code(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere.py"], r"nowhere\.py is not a file; give the path of a script, or -m and a module"),
-        (["-m", "no.such.module"], r"there is no module no\.such\.module; leave out -m"),
+        (["-m", "no.such.module"], r"there is no module no\.such\.module to run; leave out -m"),
         (["--topk-ratio", "7", "loop.py"], r"topk_ratio=7 .*\[0, 1\]"),
         (["--policy", "fast", "loop.py"], r"policy='fast'"),
         (["--config", "nowhere.json", "loop.py"], r"nowhere\.json"),
@@ -255,6 +265,115 @@ def test_bad_input_is_named_before_anything_runs(
     assert ended.value.code == 2
     assert re.search(message, capsys.readouterr().err)
     assert len(list(ops.live_engines())) == engines
+
+
+# Details of programs, each a few lines.
+
+PROGRAM = """
+import abc, functools, os, sys, threading
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW
+torch.manual_seed(0)
+model = nn.Linear(8, 8)
+def train(optimizer, steps=4):
+    for _ in range(steps):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def outputs(tmp_path: Path, code: str, *options: str, arguments: tuple[str, ...] = ()) -> tuple[str, str, str]:
+    """What a program prints plainly and under ``run``, and the errors of the second."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "program.py").write_text(PROGRAM + code)
+    name = ["folder/program.py", *arguments]
+    plain = subprocess.run([sys.executable, *name], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ours = process(*EXACT, *options, *name, cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+    return plain.stdout, ours.stdout, ours.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print(os.path.isabs(__file__), sys.argv, sys.path[0].endswith('folder'), __name__, __spec__)",
+        "os.chdir('/'); print(len(open(__file__).read()))",
+        "import pickle, atexit\nclass Own: pass\natexit.register(lambda: print(pickle.loads(pickle.dumps(Own()))))",
+        "try: import beside\nexcept ImportError as error: print(error)",
+    ],
+    ids=["names", "file", "main at exit", "path"],
+)
+def test_programs_are_started_as_by_the_interpreter(code: str, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").touch()
+    plain, ours, _ = outputs(tmp_path, code, arguments=("--", "--policy", "--", "x"))
+    assert re.sub(r"0x\w+", "", ours) == re.sub(r"0x\w+", "", plain)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "group = {'params': model.parameters(), 'lr': 1e-2}; optimizer = AdamW([group]); train(optimizer)\n"
+        "group['lr'] = 0.1; train(optimizer)",
+        "train(functools.partial(AdamW, lr=1e-2)(model.parameters()))",
+        "class Own(AdamW, abc.ABC): pass\ntrain(Own(model.parameters(), lr=1e-2))",
+        "model = nn.LazyLinear(8); optimizer = AdamW(model.parameters(), lr=1e-2); model(torch.ones(2, 8))\n"
+        "train(optimizer)",
+        "print(isinstance(Adam(model.parameters()), AdamW), isinstance(AdamW(model.parameters()), Adam))",
+        "try: AdamW(torch.ones(3))\nexcept TypeError as error: print(error)",
+    ],
+    ids=["own group", "partial", "abstract subclass", "lazy", "classes", "tensor"],
+)
+def test_details_are_those_of_adamw(code: str, tmp_path: Path) -> None:
+    code += "\nprint([round(value, 5) for value in model.weight.detach().flatten().tolist()])"
+    plain, ours, errors = outputs(tmp_path, code)
+    assert ours == plain, errors
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "optimizer.param_groups[0]['weight_decay'] = 0.5",
+        "optimizer.add_param_group({'params': [nn.Parameter(torch.ones(4))], 'weight_decay': 0.5})",
+    ],
+)
+def test_adam_that_gets_a_weight_decay_is_refused(change: str, tmp_path: Path) -> None:
+    """Which would be another rule, silently."""
+    code = "optimizer = Adam(model.parameters(), lr=1e-2); train(optimizer)\n"
+    code += f"{change}\ntrain(optimizer)\nprint(model.weight.sum())"
+    plain, ours, errors = outputs(tmp_path, code)
+    assert not ours
+    assert "the program has given a weight decay to a torch.optim.Adam" in errors
+    again = process(*EXACT, "--keep-adam", "folder/program.py", cwd=tmp_path)
+    assert again.stdout == plain
+    assert "left alone: Adam over" in again.stderr
+
+
+def test_packages_around_a_module_are_imported_with_it(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from torch.optim import AdamW\nMAKE = {'adamw': AdamW}\n")
+    train = "optimizer = MAKE['adamw']([nn.Parameter(torch.ones(4))])\nprint(type(optimizer).__name__)"
+    imports = "import torch\nfrom torch import nn\nfrom package import MAKE\n"
+    (package / "train.py").write_text(imports + train)
+    (package / "__main__.py").write_text("print(__name__, __package__)")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("import nosuchthing")
+    assert process(*EXACT, "-m", "package.train", cwd=tmp_path).stdout == "ZenFlowAdamW\n"
+    assert process(*EXACT, "-m", "package", cwd=tmp_path).stdout == "__main__ package\n"
+    done = process(*EXACT, "-m", "broken.train", cwd=tmp_path)
+    assert (done.returncode, done.stderr.rstrip().splitlines()[-1]) == (
+        1, "ModuleNotFoundError: No module named 'nosuchthing'"
+    )  # fmt: skip
+
+
+def test_trainer_with_an_optimizer_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its numbers are its own, whatever the arguments of the Trainer say."""
+    for name, run in (("adamw", plainly), ("ours", functools.partial(under_run, EXACT))):
+        run("hf_trainer.py", tmp_path / name, *TRAINER, "own")
+    assert difference(saved(tmp_path / "ours"), saved(tmp_path / "adamw")) < 1e-5
+    assert "replaced: AdamW over" in " ".join(said(capsys))
 
 
 # Names where programs choose an optimizer by name.

@@ -91,7 +91,9 @@ def in_child(action: Callable[..., object], *arguments: object) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # Python's handler would wait for the end of a call
         signal.alarm(10)  # a child that hangs ends by a signal
+        torch.set_num_threads(1)  # OpenMP's threads are not in a fork, and a parallel kernel would wait for them
         try:
             result = action(*arguments)
             told = f"returned {result if isinstance(result, (int, float)) else None}"

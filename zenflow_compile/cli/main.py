@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import string
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "run":
         from zenflow_compile.cli import run
 
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        if given[len(given) - len(options.arguments) - 1] == "--":  # argparse drops it
+            options.arguments.insert(0, "--")
         return run.run(options, run_parser)
     from zenflow_compile.cli import doctor
 
@@ -136,8 +140,10 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, whose optimizer's numbers are not read")
-    parser.add_argument("--compile", action="store_true", help="compile the model of a program that does not")
-    parser.add_argument("--no-compile", action="store_true", help="leave the program's torch.compile alone")
+    compiler = parser.add_mutually_exclusive_group()
+    compiler.add_argument("--compile", action="store_true", help="compile the model of a program that does not")
+    compiler.add_argument("--no-compile", action="store_true", help="leave the program's torch.compile alone")
+    parser.add_argument("--keep-adam", action="store_true", help="replace torch.optim.AdamW alone, not Adam")
     parser.add_argument("--report", action="store_true", help="print zf.profile()'s report at the end")
     parser.add_argument("--dry-run", action="store_true", help="say what is replaced, and end at the first step")
     for name in OPTION_NAMES:

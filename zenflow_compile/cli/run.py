@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -20,12 +21,6 @@ from zenflow_compile.integrations.programs import Program, served
 from zenflow_compile.lazy_engine import note_unapplied
 from zenflow_compile.options.deepspeed import read_deepspeed_config
 from zenflow_compile.options.options import ADAM_KEYWORDS, OPTION_NAMES, Options
-
-_NOTHING = (
-    "nothing was replaced: in this process, no torch.optim.AdamW was made, and no torch.optim.Adam without weight "
-    'decay. Processes that a program starts by "spawn" import it anew, without what `run` replaces: start several '
-    "processes with torchrun -m zenflow_compile run"
-)
 
 
 class _FirstStep(BaseException):
@@ -39,29 +34,27 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         SystemExit: 2 for a bad option, or for a program that does not exist, before anything has run.
     """
     say = _say if os.environ.get("RANK", "0") == "0" else _say_nothing
+    try:
+        keywords = _keywords(options)
+    except (ValueError, TypeError, OSError) as error:
+        parser.error(str(error))
+    program = Program(keywords, say, options.compile, options.no_compile, options.keep_adam)
     with ExitStack() as stack:
-        stack.enter_context(_as_main(options))
-        try:
-            keywords = _keywords(options)
-            start = _starting(options.program, is_module=options.is_module)
-        except (ValueError, TypeError, OSError) as error:
-            parser.error(str(error))
-        program = Program(keywords, say, compiles=options.compile, keeps_compiler=options.no_compile)
         profile = stack.enter_context(zf.profile()) if options.report and not options.dry_run else None
+        stack.enter_context(_as_the_interpreter(options))
         stack.enter_context(served(program))
         if options.dry_run:
             hook = register_optimizer_step_pre_hook(_end_at_first_step)  # runs after that of ``served``
             stack.callback(hook.remove)
+        code, spec, file = _find(options.program, parser, is_module=options.is_module)
         try:
-            start()
+            _execute(code, spec, file)
         except _FirstStep:
             say("dry run: ended at the first step of an optimizer")
         except SystemExit as end:
             if end.code:
                 raise
-        finally:
-            if not program.replaced_any:
-                say(_NOTHING)
+        program.end()
         for optimizer in program.optimizers:
             note_unapplied(optimizer.engine)
             optimizer.flush()
@@ -98,31 +91,45 @@ def _keywords(options: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_main(options: argparse.Namespace) -> Iterator[None]:
+def _as_the_interpreter(options: argparse.Namespace) -> Iterator[None]:
     """Have ``sys.argv`` and ``sys.path`` in the block as the interpreter sets them for the program."""
     argv, path = sys.argv, sys.path
     folder = os.getcwd() if options.is_module else str(Path(options.program).resolve().parent)
-    sys.argv, sys.path = [options.program, *options.arguments], [folder, *path]
+    sys.argv, sys.path = [options.program, *options.arguments], [folder, *path[1:]]
     try:
         yield
     finally:
         sys.argv, sys.path = argv, path
 
 
-def _starting(program: str, *, is_module: bool) -> Callable[[], object]:
-    """What runs the program.
-
-    Raises:
-        ValueError: there is no such program.
-    """
+def _find(program: str, parser: argparse.ArgumentParser, *, is_module: bool) -> tuple[CodeType, ModuleSpec | None, str]:
+    """The code of the program, and as a module its spec, and its file. Ends with 2 if there is none."""
     if not is_module:
-        if not Path(program).is_file():
-            raise ValueError(f"{printable(program)} is not a file; give the path of a script, or -m and a module")
-        return lambda: runpy.run_path(program, run_name="__main__")
+        if not (file := Path(program).absolute()).is_file():
+            parser.error(f"{printable(program)} is not a file; give the path of a script, or -m and a module")
+        return compile(file.read_bytes(), str(file), "exec"), None, str(file)
+    spec = _spec_of(program)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _spec_of(f"{program}.__main__")
+    code = None if spec is None else getattr(spec.loader, "get_code", lambda _: None)(spec.name)
+    if spec is None or code is None:
+        parser.error(f"there is no module {printable(program)} to run; leave out -m to run a file")
+    sys.argv[0] = str(spec.origin)
+    return code, spec, str(spec.origin)
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
     try:
-        found = importlib.util.find_spec(program)
-    except ImportError:
-        found = None
-    if found is None:
-        raise ValueError(f"there is no module {printable(program)}; leave out -m to run a file")
-    return lambda: runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return importlib.util.find_spec(name)  # imports the packages around it
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+def _execute(code: CodeType, spec: ModuleSpec | None, file: str) -> None:
+    """Run the program as ``__main__``, which it stays: pickles and handlers at exit refer to that."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    parts = {"__file__": file, "__spec__": spec, "__package__": None if spec is None else spec.parent}
+    vars(main).update(parts, __loader__=None if spec is None else spec.loader, __annotations__={})
+    exec(code, vars(main))

@@ -10,7 +10,10 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import types
 import weakref
+from abc import ABCMeta
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -32,7 +36,11 @@ from zenflow_compile.weight_readers import replace_everywhere
 _KEPT = ("lr", "betas", "eps", "weight_decay", "maximize")
 """Keywords of ``torch.optim.AdamW`` and ``Adam`` that a ``ZenFlowAdamW`` takes over."""
 
-_DEFAULTS = {name: inspect.signature(ZenFlowAdamW).parameters[name].default for name in _KEPT}
+_ORIGINALS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}  # not as names, which would be replaced, too
+
+_LOW = (torch.bfloat16, torch.float16)
+_CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+"""Inductor's modes with CUDA graphs, which would repeat copies, and those without."""
 
 
 @dataclass
@@ -44,50 +52,72 @@ class Program:
         say: called with a line as soon as something is known.
         compiles: compile models that the program does not compile.
         keeps_compiler: leave ``torch.compile`` alone.
+        keeps_adam: leave ``torch.optim.Adam`` alone.
     """
 
     options: Mapping[str, Any]
     say: Callable[[str], None]
     compiles: bool = False
     keeps_compiler: bool = False
-    _made: list[weakref.ref[ZenFlowAdamW]] = field(default_factory=list)
+    keeps_adam: bool = False
+    _made: weakref.WeakKeyDictionary[Optimizer, type[Optimizer]] = field(default_factory=weakref.WeakKeyDictionary)
+    _left: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    _said: set[str] = field(default_factory=set)
+    _said: Counter[str] = field(default_factory=Counter)
 
     @property
     def optimizers(self) -> list[ZenFlowAdamW]:
         """Those that were made in place of others, have done a step, and are still referred to."""
-        return [optimizer for each in self._made if (optimizer := each()) in self._stepped and optimizer is not None]
+        return [each for each in self._made if each in self._stepped and isinstance(each, ZenFlowAdamW)]
 
-    @property
-    def replaced_any(self) -> bool:
-        """Whether any optimizer was made in place of another one."""
-        return bool(self._made)
-
-    def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+    def say_once(self, line: str) -> None:
+        self._said[line] += 1
+        if self._said[line] == 1:
             self.say(line)
+
+    def end(self) -> None:
+        """Say what was found several times, and whether nothing was replaced."""
+        for line, count in self._said.items():
+            if count > 1:
+                self.say(f"{line} ({count} times in all)")
+        if not any(line.startswith("replaced: Adam") for line in self._said):
+            self.say(
+                "nothing was replaced: in this process, no torch.optim.AdamW was made, and no torch.optim.Adam without "
+                'weight decay. Processes that a program forks say theirs; those that it starts by "spawn" import it '
+                "anew, without what `run` replaces: start several processes with torchrun -m zenflow_compile run"
+            )
+
+    def stands_for(self, instance: object, original: type[Optimizer]) -> bool:
+        """Whether the program sees ``instance`` as one of ``original``."""
+        if isinstance(instance, ZenFlowAdamW):
+            return issubclass(self._made.get(instance, _ORIGINALS["AdamW"]), original)
+        return isinstance(instance, original)
 
     def optimizer(self, original: type[Optimizer], args: tuple[Any, ...], keywords: dict[str, Any]) -> Optimizer:
         """Make the optimizer that the program gets for a call of ``original``."""
         call = inspect.signature(original).bind(*args, **keywords)
         call.apply_defaults()
         given = call.arguments
+        if isinstance(given["params"], Tensor):
+            return original(*args, **keywords)  # raises
         given["params"] = groups = list(given["params"])  # a generator can be read once
         for group in groups:
             if isinstance(group, dict) and not isinstance(group["params"], Tensor):
                 group["params"] = list(group["params"])
+        size = _size(groups)
         try:
             refuse_other_rules(original, given)
-            # What the program leaves out stays left out: the Trainer's callback compares what was given.
-            optimizer = self._ours(groups, {name: given[name] for name in _KEPT if given[name] != _DEFAULTS[name]})
+            optimizer = self._ours(groups, {name: given[name] for name in _KEPT})
         except (ValueError, TypeError) as error:
-            self._say_once(f"left alone: {original.__name__} over {_size(groups)}: {error}")
-            return original(*call.args, **call.kwargs)
-        self._made.append(weakref.ref(optimizer))
+            left = original(*call.args, **call.kwargs)
+            self._left.add(left)
+            self.say_once(f"left alone: {original.__name__} over {size}: {error}")
+            return left
+        self._made[optimizer] = original
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        self._say_once(f"replaced: {original.__name__} over {_size(groups)} by ZenFlowAdamW({options})")
+        low = any(param.dtype in _LOW for param in _params(groups))
+        masters = ", with fp32 masters, where AdamW would round each step to the weights' 16 bits" if low else ""
+        self.say_once(f"replaced: {original.__name__} over {size} by ZenFlowAdamW({options}){masters}")
         return optimizer
 
     def _ours(self, groups: list[Any], keywords: dict[str, Any]) -> ZenFlowAdamW:
@@ -105,13 +135,28 @@ class Program:
                     group.update(content)
             raise
 
-    def note_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called before each step of any optimizer."""
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called before each step of any optimizer.
+
+        Raises:
+            RuntimeError: weight decay was given to an Adam that was replaced, after it was made.
+        """
+        if self._made.get(optimizer) is _ORIGINALS["Adam"] and any(
+            group["weight_decay"] for group in optimizer.param_groups
+        ):
+            raise RuntimeError(
+                "the program has given a weight decay to a torch.optim.Adam that was made without, and that "
+                "zenflow-compile run has replaced: Adam adds it to the gradient, and AdamW's rule does not. Run with "
+                "--keep-adam, which replaces torch.optim.AdamW alone"
+            )
         if optimizer in self._stepped:
             return
         self._stepped.add(optimizer)
         if not isinstance(optimizer, ZenFlowAdamW):
-            self._say_once(f"left alone: {type(optimizer).__name__} over {_size(optimizer.param_groups)}: another rule")
+            if optimizer not in self._left:
+                kind, size = type(optimizer), _size(optimizer.param_groups)
+                why = "it was imported before the program began" if kind in _ORIGINALS.values() else "another rule"
+                self.say_once(f"left alone: {kind.__name__} over {size}: {why}")
         elif self.compiles:
             self._compile_model_of(optimizer)
 
@@ -121,27 +166,28 @@ class Program:
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]  # not what proxies show
         whole = [each for each in modules if params <= {id(param) for param in each.parameters()}]
         if not whole:
-            self._say_once(f"not compiled: no module has the {len(params)} parameters of an optimizer")
+            self.say_once(f"not compiled: no module has the {len(params)} parameters of an optimizer")
             return
         if any(isinstance(each, DistributedDataParallel) for each in whole):
-            self._say_once("not compiled: the model is inside DistributedDataParallel, whose hooks work without")
+            self.say_once("not compiled: the model is inside DistributedDataParallel, whose hooks work without")
             return
         model = min(whole, key=lambda each: sum(1 for _ in each.modules()))
         if all(each._compiled_call_impl is None for each in model.modules()):
             model.compile(backend="zenflow")
-            self._say_once(f"compiled: {type(model).__name__}, by backend='zenflow', from its second step on")
+            self.say_once(f"compiled: {type(model).__name__}, by backend='zenflow', from its second step on")
 
-    def compiled_by(self, backend: Any) -> Any:
-        """The backend that ``torch.compile(backend=...)`` gets."""
+    def compiled_with(self, backend: Any, keywords: dict[str, Any]) -> dict[str, Any]:
+        """The keywords that ``torch.compile`` gets."""
         if backend == "inductor":
-            self._say_once("replaced: torch.compile with Inductor by backend='zenflow'")
-            return "zenflow"
+            if (mode := keywords.get("mode")) in _CUDA_GRAPHS:
+                self.say_once(f"replaced: torch.compile(mode={mode!r}) by backend='zenflow' without CUDA graphs")
+                return {**keywords, "mode": _CUDA_GRAPHS[mode], "backend": "zenflow"}
+            self.say_once("replaced: torch.compile with Inductor by backend='zenflow'")
+            return {**keywords, "backend": "zenflow"}
         name = backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
         if name != "zenflow":
-            self._say_once(
-                f"left alone: torch.compile(backend={name!r}): updates are overlapped less than in Inductor's"
-            )
-        return backend
+            self.say_once(f"left alone: torch.compile(backend={name!r}): its graphs overlap nothing with updates")
+        return {**keywords, "backend": backend}
 
 
 def refuse_other_rules(original: type[Optimizer], given: Mapping[str, Any]) -> None:
@@ -153,7 +199,7 @@ def refuse_other_rules(original: type[Optimizer], given: Mapping[str, Any]) -> N
     for name in ("amsgrad", "capturable", "differentiable"):
         if any(group.get(name) for group in groups):
             raise ValueError(f"{name}=True")
-    decoupled = original.__name__ == "AdamW"
+    decoupled = original is _ORIGINALS["AdamW"]
     for group in groups:
         if group["weight_decay"] and not group.get("decoupled_weight_decay", decoupled):
             raise ValueError(
@@ -172,14 +218,15 @@ def _params(groups: list[Any]) -> list[Tensor]:
 
 def _size(groups: list[Any]) -> str:
     params = _params(groups)
-    return f"{len(params)} parameters of {sum(param.numel() for param in params):,} elements"
+    known = [param for param in params if isinstance(param, Tensor) and not is_lazy(param)]
+    return f"{len(params)} parameters of {sum(param.numel() for param in known):,} elements"
 
 
-class _StandIn(type):
+class _StandIn(ABCMeta):
     """The class of what a program finds in place of an optimizer's class.
 
-    A call makes the optimizer. For anything else it is the class: subclasses derive from the original one, and its
-    instances and those of ``ZenFlowAdamW`` are instances of it.
+    A call makes the optimizer. For anything else it is the class: subclasses derive from the original one, and what was
+    made in its place is an instance of it.
     """
 
     original: type[Optimizer]
@@ -187,25 +234,20 @@ class _StandIn(type):
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
         bases = tuple(base.original if isinstance(base, _StandIn) else base for base in bases)
-        return type(bases[0])(name, bases, namespace, **keywords)
+        kind, _, keywords = types.prepare_class(name, bases, keywords)
+        return kind(name, bases, namespace, **keywords)
 
     @classmethod
     def of(cls, original: type[Optimizer], program: Program) -> _StandIn:
-        content = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-        }
-        made = type.__new__(cls, original.__name__, (original,), content)
-        made.original, made.program = original, program
-        made.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-        return made
+        content = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        content |= {"original": original, "program": program, "__signature__": inspect.signature(original)}
+        return ABCMeta.__new__(cls, original.__name__, (original,), content)
 
     def __call__(cls, *args: Any, **keywords: Any) -> Optimizer:
         return cls.program.optimizer(cls.original, args, keywords)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (cls.original, ZenFlowAdamW))
+        return cls.program.stands_for(instance, cls.original)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return subclass is cls or issubclass(subclass, (cls.original, ZenFlowAdamW))
@@ -215,19 +257,24 @@ class _StandIn(type):
 def served(program: Program) -> Iterator[None]:
     """Have ``program.options`` used by everything that runs in the block; afterwards, nothing is replaced any more."""
     with ExitStack() as undo:
-        for original in (torch.optim.AdamW, torch.optim.Adam):
+        for name, original in _ORIGINALS.items():
+            if name == "Adam" and program.keeps_adam:
+                continue
             stand_in = _StandIn.of(original, program)
             replace_everywhere(original, stand_in)
             undo.callback(replace_everywhere, stand_in, original)
-        undo.callback(register_optimizer_step_pre_hook(program.note_step).remove)
+        undo.callback(register_optimizer_step_pre_hook(program.before_step).remove)
         if not program.keeps_compiler:
             _replace(undo, torch, "compile", _compiling(torch.compile, program))
-        adapters = {
-            "transformers.trainer": _adapt_transformers,
-            "accelerate.optimizer": _adapt_accelerate,
-            "lightning.pytorch.trainer.trainer": _adapt_lightning,
+        adapters: dict[str, Callable[[ModuleType], None]] = {
+            "transformers.trainer": functools.partial(_adapt_transformers, undo),
+            "accelerate.optimizer": functools.partial(_adapt_accelerate, undo),
+            "lightning.pytorch": functools.partial(_adapt_lightning, undo),
+            "pytorch_lightning": lambda _: program.say_once(
+                "left alone: trainers of pytorch_lightning, which do not flush: pass --total-steps, or import lightning"
+            ),
         }
-        hook_on_imports = ImportHook({name: functools.partial(adapt, undo) for name, adapt in adapters.items()})
+        hook_on_imports = ImportHook(adapters)
         undo.callback(hook_on_imports.uninstall)
         hook_on_imports.install()
         yield
@@ -241,7 +288,7 @@ def _replace(undo: ExitStack, owner: Any, name: str, replacement: Any) -> None:
 def _compiling(original: Callable[..., Any], program: Program) -> Callable[..., Any]:
     @functools.wraps(original)
     def compile_for(model: Any = None, *, backend: Any = "inductor", **keywords: Any) -> Any:
-        return original(model, backend=program.compiled_by(backend), **keywords)
+        return original(model, **program.compiled_with(backend, keywords))
 
     return compile_for
 
@@ -256,6 +303,9 @@ def _adapt_transformers(undo: ExitStack, trainer: ModuleType) -> None:
             optimizer = keywords["optimizer"]
             if isinstance(getattr(optimizer, "optimizer", optimizer), ZenFlowAdamW):
                 super().on_train_begin(args, state, control, **keywords)
+
+        def _check(self, optimizer: ZenFlowAdamW, args: Any) -> None:
+            """The program's numbers are those that AdamW would have had."""
 
     trainer.DEFAULT_CALLBACKS.append(Callback)
     undo.callback(trainer.DEFAULT_CALLBACKS.remove, Callback)

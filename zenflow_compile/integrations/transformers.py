@@ -55,11 +55,14 @@ class ZenFlowCallback(TrainerCallback):
         """
         self._end()  # drops the optimizer of a training that failed
         optimizer = _unwrapped(kwargs["optimizer"])
-        _check_weight_decay(optimizer, args)
-        _check_left_out(optimizer, args)
+        self._check(optimizer, args)
         self._optimizer, self._control = optimizer, control
         # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
         self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self.before_state_dict))
+
+    def _check(self, optimizer: ZenFlowAdamW, args: TrainingArguments) -> None:
+        _check_weight_decay(optimizer, args)
+        _check_left_out(optimizer, args)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._flush_at_end(control)  # before an evaluation, so that it evaluates the saved model
