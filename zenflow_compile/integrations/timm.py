@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from timm.optim._optim_factory import OptimInfo, default_registry
-
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 
@@ -13,5 +11,7 @@ def register_optimizer() -> None:
     Options of ``ZenFlowAdamW`` are keywords of ``create_optimizer_v2``, and ``--opt-kwargs update_interval=1`` of
     timm's script. timm makes the groups without weight decay for biases and norms, as for AdamW.
     """
+    from timm.optim._optim_factory import OptimInfo, default_registry
+
     info = OptimInfo("zenflow", ZenFlowAdamW, "AdamW with its state on the host (zenflow-compile)", has_betas=True)
     default_registry.register(info)

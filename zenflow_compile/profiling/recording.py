@@ -154,7 +154,7 @@ class Recording:
 
     @property
     def hides(self) -> Intervals:
-        """The time under which host updates are hidden: forwards, backwards, and necessary updates on the device.
+        """Time of forwards, backwards and necessary updates on the device, under which host updates are hidden.
 
         Where the host updates nearly everything, the rest of a step waits for it, also where no wait was recorded.
         Models that are not compiled record no forward: there, all time counts that is neither.
