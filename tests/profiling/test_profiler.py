@@ -313,7 +313,7 @@ def test_engines_without_a_timeline_are_ignored():
 
 
 @pytest.mark.parametrize(("policy", "hidden"), [("zero_offload", 0.0), ("zenflow", None)])
-def test_compilations_are_recorded_and_nothing_hides_a_blocking_update(policy, hidden):
+def test_compilations_count_and_blocking_updates_are_exposed(policy, hidden):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     optimizer = zf.ZenFlowAdamW(model.named_parameters(), policy=policy)
     compiled = torch.compile(model, backend="zenflow", options={"inner": "eager"})
