@@ -106,8 +106,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     ) -> None:
         numbers: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         if config is not None:
-            # An equal number that the caller passed is another object than the default.
-            passed = {name: value for name, value in numbers.items() if value is not _DEFAULTS[name].default}
+            passed = {name: value for name, value in numbers.items() if was_given(name, value)}
             read = read_deepspeed_config(config, **passed, **options)
             numbers |= {name: read.pop(name) for name in numbers if name in read}
             options = read
@@ -465,7 +464,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         )
 
 
-_DEFAULTS = inspect.signature(ZenFlowAdamW).parameters
+_PARAMETERS = inspect.signature(ZenFlowAdamW).parameters
+
+
+def was_given(name: str, value: object) -> bool:
+    """Whether a caller of ``ZenFlowAdamW`` has passed ``value``: an equal number is another object than the default."""
+    return value is not _PARAMETERS[name].default
 
 
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:

@@ -320,6 +320,7 @@ DETAILS = [
     "model = nn.LazyLinear(8); optimizer = AdamW(model.parameters(), lr=1e-2); model(torch.ones(2, 8))\n"
     "train(optimizer)",
     "print(isinstance(Adam(model.parameters()), AdamW), isinstance(AdamW(model.parameters()), Adam))",
+    "train(Adam(model.parameters(), lr=1e-2, weight_decay=0.3, decoupled_weight_decay=True))",
     "try: AdamW(torch.ones(3))\nexcept TypeError as error: print(error)",
 ]
 

@@ -26,6 +26,7 @@ from accelerate.utils.dataclasses import BaseEnum
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 import zenflow_compile as zf
 from tests.integrations.compare import (
@@ -882,7 +883,9 @@ def test_model_wrapped_by_torch_compile_gets_no_batch() -> None:
         trainer.train()
 
 
-def test_trainer_optimizer_names_are_a_closed_list(tmp_path: Path) -> None:
+def test_trainer_optimizer_names_are_a_closed_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ``register_optimizer`` opens for a process, as other tests in this one may have done."""
+    monkeypatch.delitem(OptimizerNames._value2member_map_, "zenflow", raising=False)
     with pytest.raises(ValueError, match="zenflow is not a valid OptimizerNames"):
         TrainingArguments(output_dir=str(tmp_path), **{**ARGUMENTS, "optim": "zenflow"})
 

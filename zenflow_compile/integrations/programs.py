@@ -61,9 +61,11 @@ class Program:
     keeps_compiler: bool = False
     keeps_adam: bool = False
     _made: weakref.WeakKeyDictionary[Optimizer, type[Optimizer]] = field(default_factory=weakref.WeakKeyDictionary)
+    _undecayed: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _left: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _said: Counter[str] = field(default_factory=Counter)
+    _replaced_any: bool = False
 
     @property
     def optimizers(self) -> list[ZenFlowAdamW]:
@@ -80,7 +82,7 @@ class Program:
         for line, count in self._said.items():
             if count > 1:
                 self.say(f"{line} ({count} times in all)")
-        if not any(line.startswith("replaced: Adam") for line in self._said):
+        if not self._replaced_any:
             self.say(
                 "nothing was replaced: in this process, no torch.optim.AdamW was made, and no torch.optim.Adam without "
                 'weight decay. Processes that a program forks say theirs; those that it starts by "spawn" import it '
@@ -114,6 +116,9 @@ class Program:
             self.say_once(f"left alone: {original.__name__} over {size}: {error}")
             return left
         self._made[optimizer] = original
+        self._replaced_any = True
+        if original is _ORIGINALS["Adam"] and not given.get("decoupled_weight_decay"):
+            self._undecayed.add(optimizer)
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         low = any(param.dtype in _LOW for param in _params(groups))
         masters = ", with fp32 masters, where AdamW would round each step to the weights' 16 bits" if low else ""
@@ -141,9 +146,7 @@ class Program:
         Raises:
             RuntimeError: weight decay was given to an Adam that was replaced, after it was made.
         """
-        if self._made.get(optimizer) is _ORIGINALS["Adam"] and any(
-            group["weight_decay"] for group in optimizer.param_groups
-        ):
+        if optimizer in self._undecayed and any(group["weight_decay"] for group in optimizer.param_groups):
             raise RuntimeError(
                 "the program has given a weight decay to a torch.optim.Adam that was made without, and that "
                 "zenflow-compile run has replaced: Adam adds it to the gradient, and AdamW's rule does not. Run with "
@@ -172,7 +175,7 @@ class Program:
             self.say_once("not compiled: the model is inside DistributedDataParallel, whose hooks work without")
             return
         model = min(whole, key=lambda each: sum(1 for _ in each.modules()))
-        if all(each._compiled_call_impl is None for each in model.modules()):
+        if not any(map(torch_private.is_compiled, model.modules())):
             model.compile(backend="zenflow")
             self.say_once(f"compiled: {type(model).__name__}, by backend='zenflow', from its second step on")
 

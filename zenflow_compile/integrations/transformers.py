@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -12,11 +11,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.training_args import OptimizerNames
 
 from zenflow_compile.integrations import StateDictHook, add_member
-from zenflow_compile.optimizer import ZenFlowAdamW
+from zenflow_compile.optimizer import ZenFlowAdamW, was_given
 
 _NAME = "zenflow"
-
-_PARAMETERS = inspect.signature(ZenFlowAdamW).parameters
 
 
 class ZenFlowCallback(TrainerCallback):
@@ -101,11 +98,6 @@ class ZenFlowCallback(TrainerCallback):
         self._optimizer = self._control = self._hook = None
 
 
-def _was_given(optimizer: ZenFlowAdamW, name: str) -> bool:
-    # An equal number that the user passed is another object than the default.
-    return optimizer.defaults[name] is not _PARAMETERS[name].default
-
-
 def _check_weight_decay(optimizer: ZenFlowAdamW, args: TrainingArguments) -> None:
     """
     Raises:
@@ -114,7 +106,7 @@ def _check_weight_decay(optimizer: ZenFlowAdamW, args: TrainingArguments) -> Non
     given = optimizer.defaults["weight_decay"]
     used = {group["weight_decay"] for group in optimizer.param_groups}
     of_trainer = args.weight_decay in used and used <= {args.weight_decay, 0.0}
-    if _was_given(optimizer, "weight_decay") and of_trainer and given != args.weight_decay:
+    if was_given("weight_decay", given) and of_trainer and given != args.weight_decay:
         raise ValueError(
             f"weight_decay={given} of the optimizer has no effect: the Trainer's param groups carry "
             f"args.weight_decay={args.weight_decay}, and 0 for biases and norms: pass "
@@ -136,7 +128,7 @@ def _check_left_out(optimizer: ZenFlowAdamW, args: TrainingArguments) -> None:
         default = optimizer.defaults[name]
         first = "initial_lr" if name == "lr" else name  # a scheduler has changed the rate by now
         is_used = any(group.get(first, group[name]) == default for group in optimizer.param_groups)
-        if is_used and default != value and not _was_given(optimizer, name):
+        if is_used and default != value and not was_given(name, default):
             raise ValueError(
                 f"the optimizer was given no {name} and would train with its default, {default}, while "
                 f"TrainingArguments has {argument}={value}, which the Trainer passes only to optimizers that it knows "

@@ -6,7 +6,7 @@ the share of it in which they were busy, in eighths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -108,9 +108,9 @@ def draw(recording: Recording, *, width: int, steps: int = 4) -> Gantt | None:
     slices = _Slices(start, end, max(_MIN_CELLS, width - label_width - _SHARE_COLUMNS))
     compute = [*recording.events, *recording.evaluation_events()]
     rows = {COMPUTE: _kinds([each for each in compute if each.lane == COMPUTE], slices)}
-    busy = {}
+    busy, hides = {}, recording.hides
     for lane in lanes:
-        spans = _busy_spans([each for each in recording.events if each.lane == lane], recording, slices)
+        spans = _busy_spans([each for each in recording.events if each.lane == lane], hides, slices)
         rows[lane] = _levels(spans, slices)
         busy[lane] = length_ns(union(pair for pairs in spans.values() for pair in pairs)) / (end - start)
     return Gantt(
@@ -164,19 +164,14 @@ def _kinds(events: Iterable[Event], slices: _Slices) -> tuple[Cell, ...]:
     return tuple(Cell(max(cell, key=lambda mark: cell[mark]) if cell else IDLE) for cell in slices.times(layers))
 
 
-def _busy_spans(events: Iterable[Event], recording: Recording, slices: _Slices) -> dict[Mark, Intervals]:
+def _busy_spans(events: Sequence[Event], hides: Intervals, slices: _Slices) -> dict[Mark, Intervals]:
     """When a lane of copies or host updates was busy, by mark; a host update is hidden or exposed."""
-    state: list[Interval] = []
-    others: list[Interval] = []
-    worker = False
-    for event in events:
-        worker |= event.is_worker
-        (state if event.kind == "state" and not event.is_worker else others).append(slices.cut(event))
-    busy = union(others)
-    if worker:
-        hidden = intersect(busy, recording.hides)
+    if any(event.is_worker for event in events):
+        busy = union(map(slices.cut, events))
+        hidden = intersect(busy, hides)
         return {HOST: hidden, EXPOSED: subtract(busy, hidden)}
-    return exclusive([(STATE, union(state)), (COPY, busy)])
+    state = union(slices.cut(event) for event in events if event.kind == "state")
+    return exclusive([(STATE, state), (COPY, union(map(slices.cut, events)))])
 
 
 def _levels(spans: dict[Mark, Intervals], slices: _Slices) -> tuple[Cell, ...]:

@@ -75,6 +75,7 @@ class Profile:
             for engine in ops.live_engines():
                 self.attach(engine)
             self._exit.enter_context(attaching_new_engines(self.attach))
+        self._begin_compilation()  # of one that is under way, only what comes from here on is recorded
         self._exit.callback(watch_compilations(self._begin_compilation, self._end_compilation))
         return self
 

@@ -242,6 +242,7 @@ def summarize(recording: Recording) -> Summary:
     own_updates = [event for event in updates if event.step in numbers]
     busy = [intersect(_spans(of_worker), time) for of_worker in _by_lane(updates).values()]
     busy_ns = sum(length_ns(intervals) for intervals in busy)
+    hides = recording.hides
     copies = {lane: [event for event in events if event.lane == lane] for lane in (D2H, H2D)}
     own_copies = {lane: [event for event in copies[lane] if event.step in numbers] for lane in copies}
     d2h_bytes = sum(event.bytes for event in own_copies[D2H])
@@ -287,7 +288,7 @@ def summarize(recording: Recording) -> Summary:
         select_ms_per_step=compute_ms("select"),
         other_ms_per_step=ms_per_step(total_ns - sum(length_ns(intervals) for intervals in compute.values())),
         host_update_ms_per_step=ms_per_step(sum(length_ns(_spans(e)) for e in _by_lane(own_updates).values())),
-        hidden_fraction=sum(length_ns(intersect(own, recording.hides)) for own in busy) / busy_ns if busy_ns else None,
+        hidden_fraction=sum(length_ns(intersect(own, hides)) for own in busy) / busy_ns if busy_ns else None,
         forward_recorded=bool(found["forward"]),
         workers=len(recording.worker_lanes),
         worker_busy_share=busy_ns / (len(busy) * total_ns) if busy and total_ns else None,

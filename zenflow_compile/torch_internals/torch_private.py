@@ -211,6 +211,11 @@ def is_flattened_by_fsdp(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a ``DTensor``; imports nothing."""
     module = sys.modules.get("torch.distributed.tensor")
