@@ -49,6 +49,9 @@ optimizer.close()
 print(sum(param.double().sum().item() for param in model.parameters()))
 """
 
+# A new folder has no headers that were compiled before, and no test of the processor.
+COMPILES_LITTLE = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+
 OPS = ["begin_backward", "fetch_parameters_", "offload_gradients"]
 
 
@@ -60,7 +63,7 @@ def run(backend: str, cache: Path) -> dict[str, Any]:
 def last_line(script: str, argument: str, cache: Path) -> str:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    environment = {**os.environ, **COMPILES_LITTLE, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", script, argument], env=environment, capture_output=True, text=True, check=False
     )
@@ -71,15 +74,13 @@ def last_line(script: str, argument: str, cache: Path) -> str:
 @pytest.mark.slow
 def test_inductor_and_zenflow_share_a_cache(tmp_path: Path) -> None:
     """AOTAutograd's cache does not see our passes: with it on, the second process would load the first one's graphs."""
-    first, ours, again, ours_again = (run(name, tmp_path) for name in ("inductor", "zenflow", "inductor", "zenflow"))
-    for plain in (first, again):
-        assert plain["ran"] == []
-        assert None not in plain["grads"]
+    ours, plain, ours_again = (run(name, tmp_path) for name in ("zenflow", "inductor", "zenflow"))
+    assert plain["ran"] == []
+    assert None not in plain["grads"]
     for run_of_ours in (ours, ours_again):
         assert run_of_ours["ran"] == OPS
         assert [grad is None for grad in run_of_ours["grads"]] == [True, False, True, False]
-        expected = [first["grads"][0], first["grads"][2]]
-        assert run_of_ours["received"] == pytest.approx(expected, rel=1e-4)
+        assert run_of_ours["received"] == pytest.approx(plain["grads"][::2], rel=1e-4)
     assert ours_again["hits"] > 0, "rewritten graphs must be cacheable"
 
 

@@ -1,4 +1,4 @@
-"""The wheel contains the package and nothing else, and the installed wheel runs the README's loop."""
+"""The source distribution contains what a checkout does, and its wheel the package alone, which runs the README's loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -49,15 +50,49 @@ def run(*command: object, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = tmp_path_factory.mktemp("source") / "project"  # a copy: building leaves files behind
-    left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "runs")
-    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution."""
+    checkout = tmp_path_factory.mktemp("checkout") / "project"  # a copy: building leaves files behind
+    left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "*.egg-info", "__pycache__", "runs")
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=left_out)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(checkout.parent)!r})"
+    run(sys.executable, "-c", build, folder=checkout)
+    (found,) = checkout.parent.glob("zenflow_compile-*.tar.gz")
+    unpacked = tmp_path_factory.mktemp("source")
+    with tarfile.open(found) as archive:
+        archive.extractall(unpacked, filter="data")
+    (folder,) = unpacked.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("wheel")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
     run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", built, source, folder=built)
     (found,) = built.glob("zenflow_compile-*.whl")
     return found
+
+
+def test_source_distribution_contents(source: Path) -> None:
+    """Its tests, examples and documentation are those of the checkout. The links of a checkout are in it nowhere."""
+    for folder in ("zenflow_compile", "tests", "examples", "benchmarks", "docs", "scripts", ".ci"):
+        files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        expected = {path for path in files if not {"__pycache__", "_build"} & {*path.parts}}
+        assert expected == {path.relative_to(source) for path in (source / folder).rglob("*") if path.is_file()}
+    for name in ("Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml"):
+        assert (source / name).read_bytes() == (ROOT / name).read_bytes()
+    assert not (source / "passes").exists()
+    assert not (source / "runtime").exists()
+
+
+@pytest.mark.parametrize("name", ["passes", "runtime"])
+def test_link_of_a_checkout_is_not_a_second_package(name: str) -> None:
+    command = [sys.executable, "-c", f"import {name}"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not (ROOT / name / "__init__.py").exists():  # a source distribution, or a checkout without links
+        pytest.skip("there is no link here")
+    assert f"import zenflow_compile.{name}" in process.stderr.splitlines()[-1]
 
 
 def test_wheel_contents(wheel: Path) -> None:
