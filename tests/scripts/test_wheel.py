@@ -1,4 +1,4 @@
-"""The source distribution contains what a checkout does, and its wheel the package alone, which runs the README's loop."""
+"""The source distribution has what a checkout has. Its wheel contains the package alone, and runs the README's loop."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def run(*command: object, folder: Path) -> str:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked source distribution."""
     checkout = tmp_path_factory.mktemp("checkout") / "project"  # a copy: building leaves files behind
-    left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "*.egg-info", "__pycache__", "runs")
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv*", ".*_cache", "build", "dist", "*.egg-info", "__pycache__", "runs"
+    )
     shutil.copytree(ROOT, checkout, symlinks=True, ignore=left_out)
     build = f"from setuptools import build_meta; build_meta.build_sdist({str(checkout.parent)!r})"
     run(sys.executable, "-c", build, folder=checkout)
