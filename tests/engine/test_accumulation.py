@@ -7,6 +7,7 @@ import pytest
 from tests.support.training import EAGER_BACKEND, Training
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize(("declared", "copied_after"), [(None, [True, False]), (2, [False, True])])
 def test_declared_backwards_copy_in_the_last_one(declared: int | None, copied_after: list[bool]) -> None:
     """Undeclared, the first backward is copied on speculation, and the second one makes the parameter accumulate."""

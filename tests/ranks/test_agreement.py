@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch.nn import functional as F
 from tests.ranks.models import ADAM, ALL_POLICIES, OFFLOAD, backward, batch, on_ranks, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
+from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.ranks.agreement import agreed, rank_group
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,6 +115,30 @@ def alone(rank: int) -> float:
         optimizer.zero_grad()
     optimizer.close()
     return float(model.up.weight.detach().sum())  # type: ignore[operator,union-attr]
+
+
+def measured(rank: int) -> tuple[Options, int | None]:
+    """Each rank measures other numbers of its machine: the options that it chooses, and what its host keeps up with."""
+    model = uneven()
+    given = Options.from_keywords(policy="zenflow", update_stride="auto")
+    params = list(model.parameters())
+    ranks = rank_group(dist.group.WORLD, params, torch.device("cpu"))
+    assert ranks is not None
+    resolved = replace(given, update_stride=3 + rank, workers=1 + rank)
+    chosen = agreed(ranks, given, resolved, [{"params": params, **ADAM}], params)
+    optimizer = on_ranks(model, update_interval="auto")
+    calls = optimizer.engine.calls
+    assert calls is not None
+    calls.measured_window = 3 + rank
+    with calls.step(0) as shortest_window:
+        pass
+    return chosen, shortest_window
+
+
+@pytest.mark.tier1
+def test_measurements_of_rank_0_are_those_of_all(two_ranks: RankProcesses) -> None:
+    for rank, (chosen, shortest_window) in enumerate(two_ranks.call(measured)):
+        assert (chosen.update_stride, chosen.workers, shortest_window) == (3, 1 + rank, 3)
 
 
 def test_ranks_may_train_alone(two_ranks: RankProcesses) -> None:

@@ -158,3 +158,14 @@ def test_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
             offloaded.matrix_of(torch.zeros(shape))
         assert offloaded.record is None
         assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("strides", [(1, 8), (32, 2), (0, 1)])
+def test_kernels_get_gradients_with_adjacent_elements(strides: tuple[int, int]) -> None:
+    """The kernels take layouts on trust: they would read other elements of a transposed gradient."""
+    model = nn.Linear(16, 8, bias=False)
+    with ZenFlowAdamW(model.named_parameters(), min_offload_size=1) as optimizer:
+        gradient = torch.arange(256.0).as_strided((8, 16), strides)
+        matrix = optimizer.engine.offloaded[0].matrix_of(gradient)
+        assert matrix.stride(1) == 1
+        assert torch.equal(matrix, gradient)
