@@ -133,7 +133,7 @@ def test_no_compilation_is_timed(repeating_text: Text) -> None:
 
 def test_live_shows_the_last_steps(repeating_text: Text, capsys: pytest.CaptureFixture[str]) -> None:
     train(replace(TINY, live=True), text=repeating_text, console=Console(file=io.StringIO()))
-    assert "zenflow: step 11, " in capsys.readouterr().err
+    assert "zenflow: step 11: " in capsys.readouterr().err
 
 
 def test_compare_prints_one_table_that_fits(repeating_text: Text) -> None:

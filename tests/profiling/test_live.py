@@ -17,7 +17,7 @@ import zenflow_compile as zf
 from tests.support.training import take_step
 
 STATUS = re.compile(
-    r"zenflow: step \d+, [\d.]+ ms per step, stall [\d<]+%, (host update [\d<>]+% hidden, )?state .*host\n"
+    r"zenflow: step \d+: [\d.]+ ms, stall [\d<]+%, (host update [\d<>]+% hidden, )?host state [\d.]+ kB\n"
 )
 
 
@@ -58,7 +58,7 @@ def test_shows_lanes_on_a_terminal(loop: Loop) -> None:
     lines = [re.sub(r"\x1b\[[\d;]*[mK]", "", line) for line in shown.split("\r\n")[1:]]
     assert [line.split()[0] for line in lines] == ["step", "compute", "copies", "workers"]
     assert max(map(len, lines)) < 80
-    assert STATUS.fullmatch(file.getvalue().rpartition("\x1b[J")[2])
+    assert STATUS.fullmatch(file.getvalue().rpartition("\x1b8")[2])
 
 
 def test_lines_where_the_output_is_no_terminal(loop: Loop) -> None:

@@ -147,5 +147,5 @@ def _numbers(summary: Summary) -> str:
         f"{milliseconds(summary['stall_ms_per_step'] or 0.0)} stall",
     ]
     if hidden is not None:
-        parts.append(f"host update {percent(hidden)} hidden, {percent(1 - hidden)} exposed")
+        parts.append(f"host update {percent(hidden)} hidden")
     return ", ".join(parts)

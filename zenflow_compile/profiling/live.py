@@ -118,12 +118,12 @@ def live(
 def status(last: Recording, summary: Summary) -> str:
     """The numbers of the last steps, on one line."""
     step = max(event.step for event in last.events if event.lane == STEP)
-    parts = [f"step {step}", f"{milliseconds(summary['step_ms_median'] or 0.0)} per step"]
+    parts = [f"step {step}: {milliseconds(summary['step_ms_median'] or 0.0)}"]
     parts.append(f"stall {percent(summary['stall_share'] or 0.0)}")
     if (hidden := summary["hidden_fraction"]) is not None:
         parts.append(f"host update {percent(hidden)} hidden")
     if phases := summary["device_bytes_by_phase"]:
         parts.append(f"device memory {size_text(max(phases.values()))}")
     elif last.host_bytes:
-        parts.append(f"state {size_text(last.host_bytes)} on the host")
+        parts.append(f"host state {size_text(last.host_bytes)}")
     return ", ".join(parts)

@@ -38,7 +38,8 @@ def page(recordings: Sequence[Recording], *, steps: int = 4, of_all: bool = True
 
 def _section(recording: Recording, steps: int, of_all: bool) -> str:
     summary = summarize(recording)
-    title = f"<h2>{_text(recording.title)}</h2>" if recording.title else ""
+    heading = recording.title or (f"policy {recording.policy}" if recording.policy else "")
+    title = f"<h2>{_text(heading)}</h2>" if heading else ""
     first, *others = sentences_of(recording, summary)
     said = f'<p class="first">{_text(first)}</p>' + "".join(f"<p>{_text(each)}</p>" for each in others)
     rows = "".join(
