@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -83,8 +84,8 @@ def lanes_text(gantt: Gantt, *, blocks: bool, ruler: bool = True) -> Text:
         text.append(" " * gantt.label_width + gantt.ruler.rstrip() + "\n", style="dim")
     for lane, cells in gantt.rows.items():
         text.append(lane.ljust(gantt.label_width))
-        for cell in cells:
-            text.append(character(cell, blocks), style=cell.mark.style)
+        for style, same in groupby(cells, key=lambda cell: cell.mark.style):
+            text.append("".join(character(cell, blocks) for cell in same), style=style)
         share = gantt.busy.get(lane)
         text.append("\n" if share is None else f"{' ' * (gantt.slices - len(cells))}{percent(share):>5}\n")
     return text
