@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """How many times as fast each run is as the first: the quotient of their median step times."""
+        """How many times as fast each run is as the first one, by their median step times."""
         times = [_step_ms(summarize(recording)) for recording in self.recordings]
         return [times[0] / each for each in times]
 
