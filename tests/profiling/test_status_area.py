@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -162,6 +163,19 @@ def test_rich_progress_keeps_its_lines(started: str) -> None:
                 assert terminal.shown[-2:] == AREA
         assert terminal.shown.count("a line above") == 3
         assert not [line for line in terminal.shown if line.startswith("~")]
+
+
+def test_logs_stay_above() -> None:
+    with on_terminal() as terminal:
+        logger, handler = logging.getLogger("tests.status_area"), logging.StreamHandler(sys.stderr)
+        logger.addHandler(handler)
+        with StatusArea(terminal) as area:
+            for number in range(3):
+                area.show(AREA)
+                logger.warning("log %d", number)
+            assert terminal.shown == ["log 0", "log 1", "log 2", *AREA]
+        assert handler.stream is terminal
+        logger.removeHandler(handler)
 
 
 def test_ends_without_a_trace() -> None:

@@ -7,6 +7,7 @@ back to the beginning of a line or up some lines, find what they wrote.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -31,14 +32,19 @@ class StatusArea:
         self._lock = threading.RLock()  # a handler of a signal may print while its thread prints
         self._process = os.getpid()
         self._replaced: dict[str, Any] = {}
+        self._handlers: list[logging.StreamHandler[Any]] = []
 
     def __enter__(self) -> Self:
         self._open = True
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is not None and stream.isatty():
-                self._replaced[name] = _Stream(stream, self)
-                setattr(sys, name, self._replaced[name])
+                passing = _Stream(stream, self)
+                for handler in _handlers_of(stream):
+                    handler.setStream(passing)
+                    self._handlers.append(handler)
+                self._replaced[name] = passing
+                setattr(sys, name, passing)
         return self
 
     def __exit__(
@@ -48,6 +54,9 @@ class StatusArea:
         with self._lock:
             self._open = False
             self._write(self._terminal, "")
+        for handler in self._handlers:
+            if isinstance(handler.stream, _Stream):
+                handler.setStream(handler.stream.passed_to)
         for name, stream in self._replaced.items():
             if getattr(sys, name) is stream:
                 setattr(sys, name, stream.passed_to)
@@ -83,6 +92,14 @@ class StatusArea:
             self._left -= 1.0
         stream.write(above + text + (self._text if self._shown else ""))
         stream.flush()
+
+
+def _handlers_of(stream: object) -> list[logging.StreamHandler[Any]]:
+    """Handlers of logs that were made with ``stream``, and would write to it whatever ``sys`` has."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    own = (each for each in handlers if isinstance(each, logging.StreamHandler) and "stream" in vars(each))
+    return [each for each in own if each.stream is stream]
 
 
 class _Stream:
