@@ -190,7 +190,15 @@ def test_browser_zooms_and_describes(tmp_path: Path) -> None:
         view.show(-1e9, 1e12);
         const all = [view.from, view.to];
         view.describe(view.x(79.5e6), HEAD + 3 * (ROW + GAP) + 5);
-        return {before, after, kept, all, said: view.detail.textContent, images: document.images.length};
+        const said = view.detail.textContent, box = view.canvas.getBoundingClientRect();
+        const at = {clientX: box.left + 400, clientY: box.top + 30, bubbles: true, cancelable: true};
+        view.canvas.dispatchEvent(new WheelEvent("wheel", {...at, deltaY: -500}));
+        const wheeled = [view.from, view.to];
+        view.canvas.setPointerCapture = () => null;  // there is no pointer
+        view.canvas.dispatchEvent(new PointerEvent("pointerdown", {...at, pointerId: 1}));
+        view.canvas.dispatchEvent(new PointerEvent("pointermove", {...at, pointerId: 1, clientX: at.clientX + 50}));
+        const dragged = [view.from, view.to];
+        return {before, after, kept, all, said, wheeled, dragged, images: document.images.length};
         """,
     )
     assert seen["before"] == [0, 80 * MS]
@@ -200,3 +208,7 @@ def test_browser_zooms_and_describes(tmp_path: Path) -> None:
     assert seen["said"].startswith("worker 0: host update, hidden, </script><img")
     assert "step 8" in seen["said"]
     assert seen["images"] == 0
+    length = seen["wheeled"][1] - seen["wheeled"][0]
+    assert 10 * MS < length < 80 * MS
+    assert seen["dragged"][1] - seen["dragged"][0] == pytest.approx(length)
+    assert seen["dragged"][0] < seen["wheeled"][0]  # the time follows the pointer to the right
