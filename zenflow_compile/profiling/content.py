@@ -95,8 +95,10 @@ def _device_rows(recording: Recording, s: Summary) -> list[tuple[str, str]]:
     rows = []
     if recording.flops_per_step is not None and s["step_ms"]:
         flops = recording.flops_per_step / s["step_ms"] * 1e3
-        peak = recording.device_flops
-        share = NOT_MEASURED if peak is None else f"{percent(flops / peak)} of the device's {_flops(peak)}"
+        share = NOT_MEASURED
+        if recording.device_flops is not None:
+            peak = max(recording.device_flops, flops)  # the device may have been busy when it was measured
+            share = f"{percent(flops / peak)} of the device's {_flops(peak)}"
         rows.append(("device work", join(_flops(flops), share)))
     if (phases := s["device_bytes_by_phase"]) or s["device_bytes_peak"] is not None:
         after = (f"{size_text(count, f' after the {phase}')}" for phase, count in phases.items())
@@ -105,7 +107,8 @@ def _device_rows(recording: Recording, s: Summary) -> list[tuple[str, str]]:
 
 
 def _flops(per_second: float) -> str:
-    return f"{per_second / 1e12:.3g} TFLOP/s" if per_second >= 1e11 else f"{per_second / 1e9:.3g} GFLOP/s"
+    value, unit = (per_second / 1e12, "TFLOP/s") if per_second >= 1e11 else (per_second / 1e9, "GFLOP/s")
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def _link_shares(recording: Recording, s: Summary) -> tuple[str, str]:
