@@ -54,6 +54,8 @@ def test_no_gain_is_said() -> None:
         (None, RATES, {}),
         (Change.LONGER_WINDOWS, None, {}),
         (Change.LONGER_WINDOWS, RATES, {"host_per_window": 1}),  # windows of different lengths
+        # 20 ms of host work: less than the device's own 36 ms also without the change.
+        (Change.LONGER_WINDOWS, RATES, {"host": 0.4e9, "host_per_window": 1_584_000_000}),
     ],
 )
 def test_nothing_is_guessed(change: Change | None, rates: Bandwidths | None, changes: dict[str, Any]) -> None:

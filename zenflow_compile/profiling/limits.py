@@ -31,8 +31,11 @@ def gain_of(change: Change | None, recording: Recording, summary: Summary) -> st
         return None
     changed = replace(moved, blocking=False) if change is Change.OVERLAP else moved.at_interval(interval // 2, interval)
     limit, step_ms = _limit(recording, summary, changed), summary["step_ms_median"]
-    if limit is None or step_ms is None:
+    before = limit_of_run(recording, summary)
+    if limit is None or before is None or step_ms is None:
         return None
+    if before.step_ms < (1 - _GAIN) * step_ms and limit.step_ms > (1 - _GAIN) * before.step_ms:
+        return None  # the bytes allow that without the change, too: what is late is a matter of the schedule
     if change is Change.OVERLAP:
         option = "If host updates are hidden, the bytes of a step allow"
     else:
