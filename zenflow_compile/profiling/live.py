@@ -22,9 +22,9 @@ from zenflow_compile.timeline import STEP
 
 _STEPS = 4
 _LINES = 4
-_OFTEN_S = 0.5  # between two pictures on a terminal
+_OFTEN_S = 1.0  # between two pictures on a terminal
 _SELDOM_S = 30.0  # between two lines where the output is no terminal
-_SHARE = 150  # times as long as drawing takes, at least, until the next picture: under 1% of the time
+_SHARE = 200  # times as long as drawing takes, at least, until the next picture: half a percent of the time
 
 
 class Live:
@@ -96,7 +96,7 @@ def live(
 
     The lines are the numbers of the last four steps (time, stall, share of the host update that is hidden, memory),
     and three lanes: compute, copies in both directions, and the host's workers. A thread draws them below what the
-    program prints, twice a second or, if drawing takes long, less often, so that it takes under 1% of the time.
+    program prints, once a second or, if drawing takes long, less often, so that it takes half a percent of the time.
     Programs go on to print, also progress bars, through ``sys.stdout`` and ``sys.stderr``. Where the output is not a
     terminal, a line with the numbers comes every 30 seconds. One such line ends the block in any case.
 
