@@ -10,7 +10,7 @@
 # make check      lint, formatting, types
 # make format     fix lint and formatting
 # make docs       build the documentation site in docs/_build/html; warnings are errors
-# make picture    train a little and draw docs/report.svg
+# make picture    train a little and draw docs/compare.svg and docs/report.svg
 # make bench      every benchmark; results go to benchmarks/results
 # make gpu-evidence  what only a GPU can show, in parts of at most nine minutes; without a GPU it prints the parts
 # make deepspeed  a second environment with DeepSpeed, which benchmarks compare with
@@ -92,7 +92,7 @@ docs: $(READY)
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 picture: $(READY)
-	$(PYTHON) -m examples.report_picture --out docs/report.svg
+	$(PYTHON) -m examples.report_picture --out docs
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks $(or $(strip $(OPTIONS)),all)

@@ -48,6 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
         action="store_true",
         help="shard the model over the ranks of torchrun; its checkpoints are folders that load on any number of them",
     )
+    parser.add_argument("--live", action="store_true", help="show the last steps while it trains")
     parser.add_argument("--device", help="for example cpu or cuda:1 (cuda where there is one)")
     parser.add_argument("--out", help=f"folder for checkpoints ({DEFAULT_OUT})")
     parser.add_argument(

@@ -38,6 +38,9 @@ class CountedCpu(CpuDevice):
         # Negative before weights beyond the limit have left for host memory.
         return None if self.limit_bytes is None else self.limit_bytes - _library().counting_now()
 
+    def allocated_bytes(self) -> int | None:
+        return int(_library().counting_now())
+
     def peak_bytes(self) -> int | None:
         return int(_library().counting_peak())
 

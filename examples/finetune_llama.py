@@ -49,6 +49,7 @@ class FineTuneConfig:
         seed: of weights and data.
         model: folder of a Llama model to start from instead of random weights.
         offload_weights: ``"auto"``, a share, or bytes; see ``ZenFlowAdamW``.
+        live: show the last steps while it trains.
         device_memory: bytes of device memory that the run may use; None: all that is free.
     """
 
@@ -64,6 +65,7 @@ class FineTuneConfig:
     model: str | None = None
     offload_weights: float | Literal[False, "auto"] = False
     device_memory: int | None = None
+    live: bool = False
 
     @property
     def measures(self) -> bool:
@@ -169,7 +171,8 @@ def _train(config: FineTuneConfig, text: Text, console: Console, device: torch.d
     optimizer = _optimizer(config, model)
     compiled = torch.compile(model, backend="zenflow", options={"inner": config.inner})
     losses = []
-    with optimizer, zf.profile(optimizer) as profile:
+    recorded = zf.live(optimizer) if config.live else zf.profile(optimizer)
+    with optimizer, recorded as profile:
         for step in range(config.steps):
             tokens, _ = training_batch(text, seed=config.seed, step=step, batch=config.batch, context=config.context)
             tokens = tokens.to(device)
@@ -235,6 +238,7 @@ def parse(arguments: Sequence[str] | None = None) -> FineTuneConfig:
         "--offload-weights", type=_weights, metavar="VALUE", help="auto, a share such as 0.5, or bytes such as 64MB"
     )
     parser.add_argument("--device-memory", type=_bytes, metavar="BYTES", help="limit of device memory, such as 64MB")
+    parser.add_argument("--live", action="store_true", help="show the last steps while it trains")
     return FineTuneConfig(**vars(parser.parse_args(arguments)))
 
 

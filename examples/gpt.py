@@ -91,6 +91,12 @@ class GPT(nn.Module):
                 writes_residual = name.endswith(("attention.out.weight", "mlp_down.weight"))
                 nn.init.normal_(parameter, std=residual_std if writes_residual else 0.02)
 
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a forward and a backward for one token of a sequence of ``context`` tokens, attention unmasked."""
+        multiplied = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
+        return 6.0 * multiplied + 12.0 * self.config.layers * self.config.width * self.config.context
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy, in nats per token.
 

@@ -1,8 +1,8 @@
-"""Trains a small GPT on the CPU under ``zf.profile()`` and writes the report as an SVG picture.
+"""Trains a small GPT on the CPU under two policies, and writes SVG pictures: both on one time scale, and a report.
 
-    python -m examples.report_picture --out docs/report.svg
+    python -m examples.report_picture --out docs
 
-The picture needs no network: it names fonts that are installed, and links none.
+The pictures need no network: they name fonts that are installed, and link none.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,8 +21,10 @@ import zenflow_compile as zf
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_text, training_batch
 from examples.train_gpt import CORES_OF_PYTORCH, share_cores
+from zenflow_compile.profiling.profiler import Profile
 
 CONTEXT, LAYERS, WIDTH, BATCH = 64, 4, 384, 2
+POLICIES = ("zero_offload", "zenflow")
 _WARM_UP_STEPS = 8  # compilation, and two update windows
 
 # rich's own format links a web font.
@@ -53,13 +56,15 @@ _SVG = """\
 """
 
 
-def train_and_report(console: Console, *, steps: int, inner: str) -> None:
-    """Train for ``steps`` steps after a warm-up, and print the report of the last 4 of them."""
+def record(policy: str, *, steps: int, inner: str) -> Profile:
+    """Train for ``steps`` steps after a warm-up, and return their profile."""
+    torch.compiler.reset()
     torch.manual_seed(0)
     model = GPT(GPTConfig(context=CONTEXT, layers=LAYERS, width=WIDTH, heads=WIDTH // 32))
     text = load_text(4_000_000)
+    windows: dict[str, Any] = {"full_warm_up_rounds": 0} if policy == "zenflow" else {}
     optimizer = zf.ZenFlowAdamW(
-        model.named_parameters(), lr=1e-3, full_warm_up_rounds=0, workers=1.0 - CORES_OF_PYTORCH
+        model.named_parameters(), lr=1e-3, policy=policy, workers=1.0 - CORES_OF_PYTORCH, **windows
     )
     compiled = torch.compile(model, backend="zenflow", options={"inner": inner})
 
@@ -71,15 +76,22 @@ def train_and_report(console: Console, *, steps: int, inner: str) -> None:
 
     with optimizer:
         train(0, _WARM_UP_STEPS)
-        with zf.profile(optimizer) as profile:
+        with zf.profile(optimizer, flops_per_step=model.flops_per_token * BATCH * CONTEXT) as profile:
             train(_WARM_UP_STEPS, _WARM_UP_STEPS + steps)
-        profile.report(console)
+    return profile
+
+
+def picture(show: Callable[[Console], None], title: str, columns: int) -> str:
+    """What ``show`` prints on a terminal of so many columns, as an SVG."""
+    console = Console(record=True, file=io.StringIO(), width=columns, force_terminal=True, color_system="standard")
+    show(console)
+    return console.export_svg(title=title, code_format=_SVG, unique_id="zenflow")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m examples.report_picture``."""
     parser = argparse.ArgumentParser(prog="python -m examples.report_picture", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="the SVG file")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for compare.svg and report.svg")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="profiled steps (%(default)s)")
     parser.add_argument("--columns", type=int, default=92, metavar="N", help="width of the terminal (%(default)s)")
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
@@ -89,14 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 80 <= given.columns <= 100:
         parser.error(f"--columns {given.columns} must be from 80 to 100, what a page shows")
     share_cores(torch.device("cpu"))
-    console = Console(
-        record=True, file=io.StringIO(), width=given.columns, force_terminal=True, color_system="standard"
-    )
-    train_and_report(console, steps=given.steps, inner=given.inner)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    picture = console.export_svg(title="zf.profile(optimizer).report()", code_format=_SVG, unique_id="zenflow")
-    given.out.write_text(picture, encoding="utf-8")
-    print(f"wrote {given.out}")
+    profiles = [record(policy, steps=given.steps, inner=given.inner) for policy in POLICIES]
+    comparison = zf.compare(profiles)
+    pictures = {
+        "compare.svg": picture(lambda console: console.print(comparison), "zf.compare([a, b])", given.columns),
+        "report.svg": picture(profiles[-1].report, "zf.profile(optimizer).report()", given.columns),
+    }
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name, text in pictures.items():
+        (given.out / name).write_text(text, encoding="utf-8")
+        print(f"wrote {given.out / name}")
     return 0
 
 

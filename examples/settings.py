@@ -13,7 +13,7 @@ import torch
 from examples.gpt import GPTConfig
 
 # May differ between a checkpoint and the run that continues it, since they do not change the trajectory.
-_FREE_ON_RESUME = frozenset({"out", "resume", "save_every", "evaluate_every"})
+_FREE_ON_RESUME = frozenset({"out", "resume", "save_every", "evaluate_every", "live"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class TrainConfig:
         evaluate_every: steps between validations; one always follows the last step.
         evaluation_batches: batches per validation.
         save_every: steps between checkpoints; one always follows the last step.
+        live: show the last steps below the progress bar.
         out: folder for checkpoints; None writes none.
         start_from: checkpoint of a run with a model of the same sizes, whose weights and nothing else are the
             initial ones; None draws them from ``seed``.
@@ -70,6 +71,7 @@ class TrainConfig:
     evaluate_every: int = 100
     evaluation_batches: int = 64
     save_every: int = 100
+    live: bool = False
     out: str | None = None
     start_from: str | None = None
     resume: str | None = None

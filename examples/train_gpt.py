@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from examples.gpt import GPT
 from examples.ranks import own_part, process_group, ranks
 from examples.settings import TrainConfig, TrainResult
 from examples.stdlib_text import Text, load_text, training_batch, validation_batches
+from zenflow_compile.profiling.profiler import Profile
 
 CORES_OF_PYTORCH = 0.5  # where the device is the CPU itself
 
@@ -71,6 +72,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         raise ValueError(f"resume={config.resume} is the end of a run of {config.steps} steps; nothing is left to do")
 
     model = initial_model(config)
+    flops = model.flops_per_token * config.batch * config.context / ranks()[1]
     if config.fsdp:
         shard(model)
     elif resumed:
@@ -97,7 +99,8 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         with ExitStack() as measured, RunDisplay(console, config, first_step) as display:
             for step in range(first_step, config.steps):
                 if step == measured_from:
-                    profile = measured.enter_context(zf.profile(optimizer))
+                    evaluate(compiled, held_out[:1], device)  # compiles what validations run, before steps are timed
+                    profile = measured.enter_context(recorded(config, optimizer, flops, console))
                 tokens, targets = training_batch(
                     text, seed=config.seed, step=step, batch=config.batch, context=config.context
                 )
@@ -140,6 +143,15 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
         profile=dict(summary),
         checkpoint=checkpoint,
     )
+
+
+def recorded(
+    config: TrainConfig, optimizer: zf.ZenFlowAdamW, flops: float, console: Console
+) -> AbstractContextManager[Profile]:
+    """A profile of the steps inside the block, which the terminal shows meanwhile under ``config.live``."""
+    if config.live:
+        return zf.live(optimizer, flops_per_step=flops, console=Console(stderr=True, quiet=console.quiet))
+    return zf.profile(optimizer, flops_per_step=flops)
 
 
 def shard(model: GPT) -> None:

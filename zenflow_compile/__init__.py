@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from zenflow_compile.optimizer import ZenFlowAdamW
     from zenflow_compile.options.deepspeed import read_deepspeed_config
     from zenflow_compile.prediction.predict import plan, simulate
+    from zenflow_compile.profiling.compare import compare
+    from zenflow_compile.profiling.live import live
     from zenflow_compile.profiling.profiler import profile
     from zenflow_compile.runtime.parameters.moved_weights import move_to_device
 
 __all__ = [
     "ZenFlowAdamW",
+    "compare",
     "explain",
+    "live",
     "move_to_device",
     "optimizer_of",
     "plan",
@@ -29,7 +33,9 @@ __all__ = [
 
 _MODULES = {
     "ZenFlowAdamW": "optimizer",
+    "compare": "profiling.compare",
     "explain": "explanation",
+    "live": "profiling.live",
     "move_to_device": "runtime.parameters.moved_weights",
     "optimizer_of": "compiler.ownership",
     "plan": "prediction.predict",

@@ -16,6 +16,8 @@ Lanes and the kinds on them:
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own
 ``windows``      ``flush`` (an update window was flushed), ``select`` (a selection became current); instantaneous
 ``gradients``    ``dense``: a gradient took memory of its own; ``param`` is the line that caused it; instantaneous
+``memory``       ``forward``, ``backward``, ``update``: bytes of tensors on the device after that phase; ``peak``: most
+                 bytes at a time, at the end of a step; instantaneous
 ``slack``        ``slack``: from the final gradient of a flushed window to the weight's next use
 ===============  =======================================================================================
 """
@@ -42,6 +44,7 @@ STEP = "step"
 WINDOWS = "windows"
 SLACK = "slack"
 GRADIENTS = "gradients"
+MEMORY = "memory"
 RANKS = "ranks"
 WORKER_PREFIX = "worker"
 OTHER_RANKS = "(other ranks)"  # what a wait is for, in place of a parameter
@@ -177,11 +180,24 @@ class Timeline:
     def events(self) -> list[Event]:
         """Return all events by start time. Waits for device events that have not finished."""
         self._resolve(wait=True)
-        rows = sorted(_snapshot(self._rows), key=lambda row: (row[2], row[3]))
-        return [
-            Event(lane=lane, kind=kind, start_ns=start, end_ns=end, step=step, param=param, bytes=size)
-            for lane, kind, start, end, step, param, size in rows
-        ]
+        return [_event(row) for row in sorted(_snapshot(self._rows), key=_by_time)]
+
+    def last_events(self, steps: int) -> list[Event]:
+        """Return what ended since the beginning of the last ``steps`` steps, of what the device has finished.
+
+        Waits for nothing, and takes time with these steps, not with all that is recorded.
+        """
+        self._resolve(wait=False, at_most=len(self._device_rows))
+        rows = _snapshot(self._rows)
+        # Rows are in the order of their recording, which comes after their end.
+        first, since, left = len(rows), 0, steps
+        for first in range(len(rows) - 1, -1, -1):
+            lane, _, start, end, *_ = rows[first]
+            if lane == STEP and left:
+                since, left = start, left - 1
+            elif lane == STEP and end <= since:
+                break
+        return [_event(row) for row in sorted(rows[first:], key=_by_time) if row[3] > since]
 
     def norm_sums(self) -> NormSums | None:
         """Sum the recorded norms that are finite; None if none was recorded. Synchronizes with the device."""
@@ -195,13 +211,13 @@ class Timeline:
         finite = [(s, t) for s, t in values if math.isfinite(s) and math.isfinite(t)]
         return NormSums(math.fsum(s for s, _ in finite), math.fsum(t for _, t in finite))
 
-    def _resolve(self, *, wait: bool) -> None:
+    def _resolve(self, *, wait: bool, at_most: int = _DRAIN_BATCH) -> None:
         """Turn device spans into host-clock rows: all with ``wait``, else the oldest up to an unfinished one."""
         if not self._reading.acquire(blocking=wait):
             return  # another thread is reading, and a recording thread must not wait for it
         try:
             references: dict[DeviceClock, tuple[DeviceEvent, int]] = {}
-            for _ in range(len(self._device_rows) if wait else _DRAIN_BATCH):
+            for _ in range(len(self._device_rows) if wait else min(at_most, len(self._device_rows))):
                 clock, lane, kind, start, end, step, param, size = self._device_rows[0]
                 if wait:
                     end.synchronize()
@@ -234,6 +250,15 @@ def attaching_new_engines(attach: Callable[[object], None]) -> Iterator[None]:
         yield
     finally:
         _ATTACH_NEW.reset(token)
+
+
+def _event(row: _Row) -> Event:
+    lane, kind, start, end, step, param, size = row
+    return Event(lane=lane, kind=kind, start_ns=start, end_ns=end, step=step, param=param, bytes=size)
+
+
+def _by_time(row: _Row) -> tuple[int, int]:
+    return row[2], row[3]
 
 
 def _snapshot(rows: deque[_T]) -> list[_T]:

@@ -1,4 +1,4 @@
-"""The picture of a report: an SVG without network fonts that shows the words of the report."""
+"""The pictures of a comparison and of a report: SVG files without network fonts that show their words."""
 
 from __future__ import annotations
 
@@ -17,27 +17,32 @@ def words(path: Path) -> str:
     return " ".join(found.split())
 
 
-def test_command_writes_a_picture_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     monkeypatch.setattr(report_picture, "WIDTH", 64)
     monkeypatch.setattr(report_picture, "LAYERS", 1)
-    path = tmp_path / "made" / "report.svg"
+    folder = tmp_path / "made"
     try:
-        assert report_picture.main(["--out", str(path), "--steps", "4", "--inner", "eager"]) == 0
+        assert report_picture.main(["--out", str(folder), "--steps", "4", "--inner", "eager"]) == 0
     finally:
         torch.set_num_threads(threads)
-    shown = words(path)
-    for part in ("The last 4 steps", "compute", "worker 0", "step time", "forward +", "host update"):
-        assert part in shown
-    content = path.read_text()
-    assert "url(http" not in content
-    assert content.count("http") == 1  # the name space of SVG
+    parts = {
+        "report.svg": ("The last 4 steps", "compute", "worker 0", "step time", "forward +", "host update", "FLOP/s"),
+        "compare.svg": ("zero_offload", "zenflow takes", "times as fast", "compute", "worker 0"),
+    }
+    for name, expected in parts.items():
+        shown, content = words(folder / name), (folder / name).read_text()
+        for part in expected:
+            assert part in shown
+        assert "url(http" not in content
+        assert content.count("http") == 1  # the name space of SVG
 
 
-def test_committed_picture_is_small_and_readable() -> None:
-    path = Path(__file__).parents[2] / "docs" / "report.svg"
+@pytest.mark.parametrize(("name", "part"), [("report.svg", "step time"), ("compare.svg", "times as fast")])
+def test_committed_picture_is_small_and_readable(name: str, part: str) -> None:
+    path = Path(__file__).parents[2] / "docs" / name
     assert path.stat().st_size < 150_000
-    assert "step time" in words(path)
+    assert part in words(path)
 
 
 @pytest.mark.parametrize(
@@ -49,5 +54,5 @@ def test_committed_picture_is_small_and_readable() -> None:
 )
 def test_wrong_options(option: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        report_picture.main(["--out", "unused.svg", *option])
+        report_picture.main(["--out", "unused", *option])
     assert says in capsys.readouterr().err

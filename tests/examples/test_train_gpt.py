@@ -124,6 +124,18 @@ def test_start_from_takes_only_the_weights(repeating_text: Text, tmp_path: Path)
         train(replace(tuned, layers=3), text=repeating_text)
 
 
+def test_no_compilation_is_timed(repeating_text: Text) -> None:
+    """Neither steps nor the first evaluation compile after the warm-up, so no policy wins by compiling less."""
+    result = train(replace(TINY, evaluate_every=5), text=repeating_text)
+    assert result.profile["compilations"] == 0
+    assert result.profile["evaluation_ms"] > 0
+
+
+def test_live_shows_the_last_steps(repeating_text: Text, capsys: pytest.CaptureFixture[str]) -> None:
+    train(replace(TINY, live=True), text=repeating_text, console=Console(file=io.StringIO()))
+    assert "zenflow: step 11: " in capsys.readouterr().err
+
+
 def test_compare_prints_one_table_that_fits(repeating_text: Text) -> None:
     output = io.StringIO()
     compare(replace(TINY, steps=6), text=repeating_text, console=Console(file=output, width=80))

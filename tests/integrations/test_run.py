@@ -227,6 +227,13 @@ def test_report_is_printed_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "host update" in capsys.readouterr().out
 
 
+def test_live_view_ends_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    under_run([*EXACT, "--live"], "accelerate_loop.py", tmp_path / "ours.pt")
+    shown = capsys.readouterr()
+    assert "\nzenflow: step " in shown.err
+    assert "host update" not in shown.out
+
+
 def test_dry_run_ends_at_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert under_run([*EXACT, "--dry-run"], "hf_trainer.py", tmp_path / "ours", *TRAINER) == 0
     assert not (tmp_path / "ours" / "model.safetensors").exists()

@@ -12,7 +12,8 @@ import zenflow_compile as zf
 from tests.profiling.synthetic import MS, event, recording
 from tests.support.training import take_step
 from zenflow_compile.profiling.chrome_trace import chrome_trace
-from zenflow_compile.profiling.gantt import BACKWARD, EVALUATION, FORWARD, IDLE, UPDATE, WAIT, draw
+from zenflow_compile.profiling.gantt import draw
+from zenflow_compile.profiling.lanes import BACKWARD, EVALUATION, FORWARD, IDLE, UPDATE, WAIT
 from zenflow_compile.profiling.recording import Recording, intersect, length_ns, subtract, union
 from zenflow_compile.profiling.report import render
 from zenflow_compile.profiling.summary import Summary, summarize

@@ -103,3 +103,13 @@ def test_optimizers_are_processes_on_one_clock():
 @pytest.mark.parametrize("recordings", [[], [Recording(events=())]])
 def test_empty_traces_load(recordings):
     assert by_phase(json.loads(json.dumps(chrome_trace(recordings))), "X") == []
+
+
+def test_device_memory_is_a_counter():
+    events = [
+        event("memory", "forward", 1, 1, size=7),
+        event("memory", "peak", 2, 2, size=9),
+        event("step", "step", 0, 3),
+    ]
+    found = [(entry["name"], entry["ts"], entry["args"]) for entry in by_phase(chrome_trace([recording(events)]), "C")]
+    assert found == [("device bytes", 1000.0, {"bytes": 7}), ("device bytes, peak", 2000.0, {"bytes": 9})]

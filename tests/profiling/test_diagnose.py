@@ -100,7 +100,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_names_the_limit_and_the_option(case):
     made, wanted, unwanted = CASES[case]
-    sentence = diagnose(summarize(made))
+    sentence = diagnose(summarize(made)).sentence
     for text in wanted:
         assert text in sentence
     for text in unwanted:
@@ -109,7 +109,7 @@ def test_names_the_limit_and_the_option(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_diagnosis_is_one_sentence(case):
-    sentence = diagnose(summarize(CASES[case][0]))
+    sentence = diagnose(summarize(CASES[case][0])).sentence
     assert sentence.endswith(".")
     assert ". " not in sentence
     assert "\n" not in sentence
@@ -118,19 +118,19 @@ def test_diagnosis_is_one_sentence(case):
 
 
 def test_every_case_has_its_own_text():
-    sentences = {diagnose(summarize(made)) for made, _, _ in CASES.values()}
+    sentences = {diagnose(summarize(made)).sentence for made, _, _ in CASES.values()}
     assert len(sentences) == len(CASES)
 
 
 def test_diagnosis_without_recorded_phases():
     """Without forward and backward events, the lane that is nearly always busy is the limit."""
     events = [event("step", "step", 0, 10), event("compute", "wait", 1, 6), event("worker 0", "host_update", 0, 9)]
-    assert "host update limits" in diagnose(summarize(recording(events)))
+    assert "host update limits" in diagnose(summarize(recording(events))).sentence
 
 
 def test_impossible_option_is_not_suggested():
     exact = dataclasses.replace(known_run(), update_interval=1)
-    assert "update_interval=0" not in diagnose(summarize(exact))
+    assert "update_interval=0" not in diagnose(summarize(exact)).sentence
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import gc
+import html
 import json
 import weakref
 from dataclasses import dataclass, field
@@ -257,6 +258,47 @@ def test_only_reports_measure_bandwidths(capsys, measurements):
     limits = " ".join(capsys.readouterr().out.split()).split("limit: ")[1:]
     assert limits[0].startswith("at least host 0.00 ms at 1.0 GB/s, D2H 0.19 ms at 2.00 MB/s, H2D 0.02 ms at")
     assert limits[1].startswith("at best 10.0 ms per step, no stall, and the host update is hidden from update_i")
+
+
+def test_page_says_what_the_report_says(tmp_path, measurements):
+    engine = FakeEngine()
+    with profile(FakeOptimizer(engine), flops_per_step=1e15) as prof:
+        engine.train(5)
+    prof.save_html(tmp_path / "profile.html")
+    assert measurements == [(torch.device("cpu"), (0,))]
+    text = (tmp_path / "profile.html").read_text(encoding="utf-8")
+    assert "limit: at best" in text
+    assert "100000 TFLOP/s, 100% of the device&#x27;s 100000 TFLOP/s" in text  # more than a matrix product's
+
+
+def test_notebook_shows_the_page_in_a_frame_without_measuring(measurements):
+    engine = FakeEngine()
+    with profile() as prof:
+        engine.train(50)
+    shown = prof._repr_html_()
+    assert measurements == []
+    assert shown.startswith('<iframe srcdoc="&lt;!DOCTYPE html')
+    assert 'sandbox="allow-scripts"' in shown
+    assert html.unescape(shown).count('"starts":') == 4  # compute, D2H, H2D, worker 0
+    assert len(shown) < 40_000
+
+
+@pytest.mark.tier1
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (float("nan"), ValueError), ("1e9", TypeError)])
+def test_flops_are_a_number_above_zero(wrong, error):
+    with pytest.raises(error, match=r"flops_per_step=.* leave it out"):
+        profile(flops_per_step=wrong)
+
+
+def test_newest_steps_of_the_largest_optimizer():
+    small, large = FakeEngine(model_bytes=10), FakeEngine(model_bytes=1000)
+    with profile() as prof:
+        assert prof.newest(4) is None
+        small.train(2)
+        large.train(9)
+        newest = prof.newest(4)
+    assert [event.step for event in newest.events if event.lane == "step"] == [5, 6, 7, 8]
+    assert newest.model_bytes == 1000
 
 
 def test_limits_are_left_out_when_memory_is_full(capsys, monkeypatch):

@@ -9,19 +9,8 @@ from rich.console import Console
 from tests.profiling.synthetic import MS, event, known_run, recording
 from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.performance.traffic import Traffic
-from zenflow_compile.profiling.gantt import (
-    BACKWARD,
-    COPY,
-    EXPOSED,
-    FORWARD,
-    HOST,
-    IDLE,
-    STATE,
-    UPDATE,
-    WAIT,
-    Cell,
-    draw,
-)
+from zenflow_compile.profiling.gantt import Cell, draw
+from zenflow_compile.profiling.lanes import BACKWARD, COPY, EXPOSED, FORWARD, HOST, IDLE, STATE, UPDATE, WAIT
 from zenflow_compile.profiling.recording import Recording, intersect, length_ns, union
 from zenflow_compile.profiling.report import can_show_blocks, print_report
 from zenflow_compile.timeline import AdaptiveWindows
@@ -141,7 +130,7 @@ def limits(bandwidths, traffic=TRAFFIC):
     """Return the report's text on limits: the run's steps take 40 ms, of which 4 are a stall."""
     made = dataclasses.replace(known_run(), traffic=traffic, bandwidths=bandwidths)
     text = " ".join(printed([made]).split())
-    return text[text.index("limit: at least") : text.index("The first layers")].strip()
+    return text[text.index("limit: at least") :].strip()
 
 
 def test_limits_with_measured_bandwidths():
@@ -200,9 +189,40 @@ def test_no_limit_without_measured_bandwidths():
     assert "limit" not in printed([dataclasses.replace(known_run(), traffic=TRAFFIC)])
 
 
-def test_report_ends_with_the_diagnosis():
-    last = printed([known_run()]).rstrip().rsplit("\n\n", 1)[1]
-    assert " ".join(last.split()).startswith("The first layers' updates have too little time")
+def test_report_is_sentences_then_lanes_then_table():
+    sentences, lanes, table = printed([known_run()]).rstrip().split("\n\n")
+    assert sentences.startswith("The first layers' updates have too little time")
+    assert lanes.startswith("The last 2 steps, 80.0 ms")
+    assert table.startswith("steps ")
+
+
+def test_shares_of_the_link():
+    """It reached 1.6 GB/s down and 0.8 GB/s up."""
+    text = " ".join(printed([limited()]).split())
+    assert "8.00 MB per step, 1.6 GB/s, 16% of the link" in text
+    assert "1.25 MB per step, 0.8 GB/s, 17% of the link" in text
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"flops_per_step": 2e12, "device_flops": 100e12}, "50 TFLOP/s, 50% of the device's 100 TFLOP/s"),
+        ({"flops_per_step": 2e9}, "50 GFLOP/s"),
+        ({"device_flops": 100e12}, None),
+    ],
+)
+def test_device_work_only_if_the_program_tells_it(told, said):
+    lines = printed([dataclasses.replace(known_run(), **told)]).splitlines()
+    found = [line.removeprefix("device work").strip() for line in lines if line.startswith("device work")]
+    assert found == ([said] if said else [])
+
+
+def test_device_memory_by_phase():
+    measured = [event("memory", kind, 39, 39, step=7, size=size) for kind, size in (("forward", 3e9), ("peak", 4e9))]
+    of_others = [event("memory", "forward", 100, 100, step=9, size=9e9)]
+    text = " ".join(printed([recording([*known_run().events, *measured, *of_others])]).split())
+    assert "device memory 4.00 GB at most, 3.00 GB after the forward" in text
+    assert "device memory" not in printed([known_run()])
 
 
 def test_every_optimizer_has_its_report():

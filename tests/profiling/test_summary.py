@@ -68,6 +68,8 @@ def test_known_run():
         "rank_wait_ms_per_step": None,
         "sent_bytes_per_step": None,
         "dense_gradients": {},
+        "device_bytes_by_phase": {},
+        "device_bytes_peak": None,
     }
     assert summary.keys() == expected.keys() == Summary.__annotations__.keys()
     for key, value in expected.items():

@@ -108,4 +108,7 @@ def test_slowest_rank_is_the_one_that_waits_least() -> None:
 
 
 def test_diagnosis_names_waits_for_ranks() -> None:
-    assert "The ranks wait for each other and for their collectives, 5.00 ms of 5.00 ms" in diagnose(summary(10, 5))
+    assert (
+        "The ranks wait for each other and for their collectives, 5.00 ms of 5.00 ms"
+        in diagnose(summary(10, 5)).sentence
+    )

@@ -90,6 +90,9 @@ class SimulatedDevice(Device):
     def unused_bytes(self) -> int:
         return 0
 
+    def allocated_bytes(self) -> int:
+        return device_module.memory_allocated()
+
     def peak_bytes(self) -> int:
         return device_module.max_memory_allocated()
 

@@ -186,3 +186,32 @@ def test_recording_is_cheap():
             timeline.add("D2H", "copy", i, i + 1, step=i, param="weight", bytes=100)
         best = min(best, (time.perf_counter_ns() - begin) / 2000)
     assert best < 20_000
+
+
+def test_last_events_are_those_of_the_last_steps():
+    timeline = Timeline()
+    for step in range(6):
+        begin = 10 * step
+        timeline.add("compute", "forward", begin, begin + 4, step=step)
+        timeline.add(worker_lane(0), "host_update", begin - 2, begin + 1, step=step)  # some of it in the step before
+        timeline.add("step", "step", begin, begin + 10, step=step)
+    found = timeline.last_events(2)
+    assert [event.step for event in found if event.lane == "step"] == [4, 5]
+    assert [event.step for event in found if event.kind == "forward"] == [4, 5]
+    assert [event.step for event in found if event.kind == "host_update"] == [4, 5]
+    assert timeline.last_events(100) == timeline.events()
+    assert Timeline().last_events(4) == []
+
+
+def test_last_events_wait_for_nothing():
+    timeline = Timeline()
+    timeline.add("step", "step", 0, 10, step=0)
+    done = FakeDeviceEvent(1001.0)
+    for number in range(3 * 256):  # more than are read at a time during the run
+        timeline.add_device(CLOCK, "compute", "forward", FakeDeviceEvent(1000.0), done, step=number)
+    unfinished = FakeDeviceEvent(1002.0, done=False)
+    timeline.add_device(CLOCK, "compute", "backward", done, unfinished, step=1)
+    kinds = [event.kind for event in timeline.last_events(1)]
+    assert kinds.count("forward") == 3 * 256
+    assert "backward" not in kinds
+    assert not unfinished.done

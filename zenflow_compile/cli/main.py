@@ -145,6 +145,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     compiler.add_argument("--no-compile", action="store_true", help="leave the program's torch.compile alone")
     parser.add_argument("--keep-adam", action="store_true", help="replace torch.optim.AdamW alone, not Adam")
     parser.add_argument("--report", action="store_true", help="print zf.profile()'s report at the end")
+    parser.add_argument("--live", action="store_true", help="show the last steps while the program trains")
     parser.add_argument("--dry-run", action="store_true", help="say what is replaced, and end at the first step")
     for name in OPTION_NAMES:
         read: dict[str, Any] = {"metavar": "X", "type": _value}

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,6 +21,7 @@ from zenflow_compile.integrations.programs import Program, served
 from zenflow_compile.lazy_engine import note_unapplied
 from zenflow_compile.options.deepspeed import read_deepspeed_config
 from zenflow_compile.options.options import ADAM_KEYWORDS, OPTION_NAMES, Options
+from zenflow_compile.profiling.profiler import Profile
 
 
 class _FirstStep(BaseException):
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     program = Program(keywords, say, options.compile, options.no_compile, options.keep_adam)
     with ExitStack() as stack:
-        profile = stack.enter_context(zf.profile()) if options.report and not options.dry_run else None
+        profile = None if options.dry_run else stack.enter_context(_recorded(options, first=say is _say))
         stack.enter_context(_as_the_interpreter(options))
         stack.enter_context(served(program))
         if options.dry_run:
@@ -58,9 +59,16 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         for optimizer in program.optimizers:
             note_unapplied(optimizer.engine)
             optimizer.flush()
-        if profile is not None:
-            profile.report()
+    if profile is not None and options.report:
+        profile.report()
     return 0
+
+
+def _recorded(options: argparse.Namespace, *, first: bool) -> AbstractContextManager[Profile | None]:
+    """What records the program, for the options that show it; of several ranks, the first one is shown live."""
+    if options.live and first:
+        return zf.live()
+    return zf.profile() if options.report else nullcontext()
 
 
 def _say(line: str) -> None:

@@ -184,6 +184,7 @@ def _rate_of(device: torch.device, update: Callable[[], None], elements: int, ro
     return DeviceRate(parameters=per_second, bytes=DEVICE_ADAM_BYTES * per_second)
 
 
+@cache
 @torch.no_grad()
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the FLOP/s of a product of two square matrices that takes at least 10 ms, or is of the largest width."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -49,6 +50,18 @@ class Traffic:
     def loads(self) -> int:
         """Bytes of offloaded weights that cross to the device per step."""
         return self.forward_loads + self.backward_loads + self.rewritten
+
+    def at_interval(self, interval: int, other: int) -> Traffic | None:
+        """The traffic with update windows of ``other`` steps; None unless all windows have ``interval`` steps."""
+        if not math.isclose(self.host, self.host_per_window / interval + self.host_per_gradient):
+            return None
+        return replace(
+            self,
+            host=self.host_per_window / other + self.host_per_gradient,
+            to_host=self.gradients_per_window / other + self.host_per_gradient,
+            to_device=self.upload_per_window / other,
+            files=self.files_per_window / other,
+        )
 
 
 def traffic_of(plan: Plan) -> Traffic | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from zenflow_compile.checks.validate import check_flag, check_integer
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.models import ModelShape, flops_per_token
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.prediction.device import SimulatedDevice
 from zenflow_compile.prediction.lanes import POOL, Row
@@ -75,6 +75,8 @@ def simulate(
         recording,
         traffic=recording.traffic if hardware.devices == 1 else None,
         bandwidths=hardware.bandwidths(threads),
+        flops_per_step=flops_per_token(model) * tokens,
+        device_flops=hardware.device_flops,
         title=f"predicted: {model.name} on {hardware.name}",
     )
 

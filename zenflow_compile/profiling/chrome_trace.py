@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.timeline import COMPUTE, D2H, GRADIENTS, H2D, RANKS, STEP, WINDOWS, Event
+from zenflow_compile.timeline import COMPUTE, D2H, GRADIENTS, H2D, MEMORY, RANKS, STEP, WINDOWS, Event
 
 _LANE_ORDER = (STEP, COMPUTE, GRADIENTS, WINDOWS, RANKS, D2H, H2D)
 _NS_PER_US = 1e3
@@ -47,6 +47,10 @@ def _process(recording: Recording, pid: int, origin: int) -> Iterator[TraceEvent
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": title}}
     lanes: dict[str, list[Event]] = {}
     for event in (*recording.events, *recording.evaluation_events()):
+        if event.lane == MEMORY:
+            name = "device bytes, peak" if event.kind == "peak" else "device bytes"
+            yield _counter(name, event.start_ns - origin, pid, event.bytes)
+            continue
         lanes.setdefault(event.lane, []).append(event)
     # Worker lanes, in numeric order, and any that a simulation adds.
     others = sorted((lane for lane in lanes if lane not in _LANE_ORDER), key=lambda lane: (len(lane), lane))
@@ -102,5 +106,8 @@ def _bytes_in_flight(lane: str, events: list[Event], pid: int, origin: int) -> I
     now = 0
     for moment, change in sorted(changes.items()):
         now += change
-        at_us = (moment - origin) / _NS_PER_US
-        yield {"ph": "C", "name": f"{lane} bytes in flight", "pid": pid, "tid": 0, "ts": at_us, "args": {"bytes": now}}
+        yield _counter(f"{lane} bytes in flight", moment - origin, pid, now)
+
+
+def _counter(name: str, at_ns: int, pid: int, count: int) -> TraceEvent:
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at_ns / _NS_PER_US, "args": {"bytes": count}}

@@ -1,4 +1,4 @@
-"""Says in one sentence what limits a run and which option would help.
+"""Says in one sentence what limits a run and which option would help; ``limits`` says by how much.
 
 With little stall the device limits. If the policy waits by design, another policy helps. Otherwise the host update, D2H
 or H2D limits if it needs more time per step than there is to hide it in. If none does, the waits are a matter of
@@ -8,6 +8,8 @@ latency: the first layers have no slack, or flushes start late.
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
+from typing import NamedTuple
 
 from zenflow_compile.profiling.summary import Summary
 
@@ -17,48 +19,63 @@ _MOSTLY = 0.5
 _FAR_TOO_MUCH = 2.0  # times the time there is
 
 
-def diagnose(summary: Summary) -> str:
-    """Say what limits this run and which option would help, in one sentence."""
+class Change(Enum):
+    """A change of options whose gain can be computed: hide the host update, or double ``update_interval``."""
+
+    OVERLAP = auto()
+    LONGER_WINDOWS = auto()
+
+
+class Diagnosis(NamedTuple):
+    """What limits a run and which option would help, in one sentence, and the first such option if it is a change."""
+
+    sentence: str
+    change: Change | None = None
+
+
+def diagnose(summary: Summary) -> Diagnosis:
+    """Say what limits this run and which option would help."""
     step_ms = summary["step_ms_median"]
     stall_ms = summary["stall_ms_per_step"]
     if step_ms is None or stall_ms is None:
-        return "Nothing was measured: no optimizer step ended while the profile was on."
+        return Diagnosis("Nothing was measured: no optimizer step ended while the profile was on.")
     stall_share = summary["stall_share"] or 0.0
     offloads = bool(summary["host_update_ms_per_step"] or summary["d2h_bytes_per_step"])
     if stall_share < _NO_STALL and offloads:
-        return _no_stall(summary, step_ms)
+        return Diagnosis(_no_stall(summary, step_ms))
     if stall_share < _NO_STALL:
         policy = f" (policy {summary['policy']})" if summary["policy"] else ""
-        return (
+        return Diagnosis(
             f"Nothing was offloaded{policy}: the {milliseconds(step_ms)} of a step are the device's own; "
             'policy="zenflow" would move optimizer state off the device.'
         )
     waits = f"{milliseconds(stall_ms)} of waiting per step ({percent(stall_share)} of the time)"
     if summary["blocking"]:
         remedy = 'policy="zenflow"' if summary["policy"] != "zenflow" else "overlap_step=True"
-        return (
+        return Diagnosis(
             f"The step waits for its host update by design (policy {summary['policy']}), {waits}; "
-            f"{remedy} would let it run during the next forward."
+            f"{remedy} would let it run during the next forward.",
+            Change.OVERLAP,
         )
     if (of_ranks := summary["rank_wait_ms_per_step"] or 0.0) > _MOSTLY * stall_ms:
-        return (
+        return Diagnosis(
             f"The ranks wait for each other and for their collectives, {milliseconds(of_ranks)} of {waits}; larger "
             "batches, or gradient_accumulation_steps, make that rarer; report_ranks() shows which rank is late."
         )
-    sentence, ratio = max(_demands(summary), key=lambda demand: demand[1])
+    sentence, change, ratio = max(_demands(summary), key=lambda demand: demand[-1])
     early = (summary["stall_early_share"] or 0.0) >= _MOSTLY
     # The earliest use is served first. So an overloaded lane makes the whole forward wait; waits only in the first
     # layers are a matter of latency, unless the lane is far overloaded.
     if ratio >= (_FAR_TOO_MUCH if early else 1.0):
-        return sentence(summary, waits)
+        return Diagnosis(sentence(summary, waits), change)
     most = list(summary["stall_by_param"])[:2]
     where = f" (most at {' and '.join(most)})" if most else ""
     if early:
-        return (
+        return Diagnosis(
             f"The first layers' updates have too little time{where}, {waits}, though copies and workers have "
             "capacity left; a larger device_share keeps more of their state on the device."
         )
-    return (
+    return Diagnosis(
         f"Host updates start too late{where}, {waits}, though copies and workers have capacity left; "
         "more workers (option workers) would finish each flush sooner."
     )
@@ -93,22 +110,25 @@ def _no_stall(summary: Summary, step_ms: float) -> str:
     return f"{sentence}; no offloading option would make it faster."
 
 
-def _demands(summary: Summary) -> list[tuple[Callable[[Summary, str], str], float]]:
-    """Each lane's sentence, and the time that it needs per step over the time it has; 1 and above does not fit.
+def _demands(summary: Summary) -> list[tuple[Callable[[Summary, str], str], Change | None, float]]:
+    """Each lane's sentence, its change, and the time that it needs per step over the time it has; from 1 on it is full.
 
     Host updates and uploads have the next forward, gradient copies the backward. Where those are not recorded, a lane
     that is nearly always busy counts as full.
     """
-    demands: list[tuple[Callable[[Summary, str], str], float]] = []
-    for sentence, needed_ms, available_ms, busy_share in (
-        (_worker_sentence, _per_worker_ms(summary), summary["forward_ms_per_step"], summary["worker_busy_share"]),
-        (_d2h_sentence, summary["d2h_ms_per_step"], summary["backward_ms_per_step"], summary["d2h_busy_share"]),
-        (_h2d_sentence, summary["h2d_ms_per_step"], summary["forward_ms_per_step"], summary["h2d_busy_share"]),
+    of_weights = (summary["weight_bytes_per_step"] or 0.0) > _MOSTLY * (summary["h2d_bytes_per_step"] or 0.0)
+    up = (_loads_sentence, None) if of_weights else (_h2d_sentence, Change.LONGER_WINDOWS)
+    forward_ms, backward_ms = summary["forward_ms_per_step"], summary["backward_ms_per_step"]
+    demands: list[tuple[Callable[[Summary, str], str], Change | None, float]] = []
+    for sentence, change, needed_ms, available_ms, busy_share in (
+        (_worker_sentence, Change.LONGER_WINDOWS, _per_worker_ms(summary), forward_ms, summary["worker_busy_share"]),
+        (_d2h_sentence, None, summary["d2h_ms_per_step"], backward_ms, summary["d2h_busy_share"]),
+        (*up, summary["h2d_ms_per_step"], forward_ms, summary["h2d_busy_share"]),
     ):
         ratio = needed_ms / available_ms if needed_ms and available_ms else 0.0
         if (busy_share or 0.0) >= _SATURATED:
             ratio = max(ratio, _FAR_TOO_MUCH)
-        demands.append((sentence, ratio))
+        demands.append((sentence, change, ratio))
     return demands
 
 
@@ -136,14 +156,17 @@ def _d2h_sentence(summary: Summary, waits: str) -> str:
     )
 
 
+def _loads_sentence(summary: Summary, waits: str) -> str:
+    copies = _copies(summary["h2d_ms_per_step"], summary["h2d_gb_per_s"])
+    return (
+        f"Loads of weights limit this run ({copies}), {waits}; more bytes for offload_weights, or a smaller share, "
+        "keep more of them on the device, and more tokens in each micro-batch give loads more time."
+    )
+
+
 def _h2d_sentence(summary: Summary, waits: str) -> str:
     interval = summary["update_interval"] or 1
     copies = _copies(summary["h2d_ms_per_step"], summary["h2d_gb_per_s"])
-    if (summary["weight_bytes_per_step"] or 0.0) > _MOSTLY * (summary["h2d_bytes_per_step"] or 0.0):
-        return (
-            f"Loads of weights limit this run ({copies}), {waits}; more bytes for offload_weights, or a smaller share, "
-            "keep more of them on the device, and more tokens in each micro-batch give loads more time."
-        )
     return (
         f"Copies from host to device limit this run ({copies}), {waits}; raise update_interval from "
         f"{interval} to {2 * interval}, so that uploads come less often."

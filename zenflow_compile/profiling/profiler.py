@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
+import torch
 from rich.console import Console
 
-from zenflow_compile.checks.validate import check_integer
+from zenflow_compile.checks.validate import check_integer, check_positive
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
+from zenflow_compile.profiling.page import page
 from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.profiling.report import print_ranks, print_report
 from zenflow_compile.profiling.summary import Summary, summarize
@@ -51,7 +56,7 @@ class Profile:
     Results may be read after the block, or inside it: then they cover the events recorded so far.
     """
 
-    def __init__(self, *optimizers: object, max_events: int = 1_000_000) -> None:
+    def __init__(self, *optimizers: object, max_events: int = 1_000_000, flops_per_step: float | None = None) -> None:
         for optimizer in optimizers:
             if not _is_engine(getattr(optimizer, "engine", None)):
                 raise TypeError(
@@ -59,6 +64,10 @@ class Profile:
                     "a model compiled with options only is zf.optimizer_of(model)), or nothing, to record all"
                 )
         max_events = check_integer("max_events", max_events, 1, remedy="; leave it out to keep the newest 1000000")
+        if flops_per_step is not None:
+            remedy = "; leave it out if the work of the model is not known"
+            flops_per_step = check_positive("flops_per_step", flops_per_step, remedy=remedy)
+        self._flops_per_step = flops_per_step
         self._optimizers = optimizers
         self._max_events = max_events
         self._attachments: dict[int, _Attachment] = {}
@@ -128,18 +137,30 @@ class Profile:
         found = []
         for attachment in self._attachments.values():
             attachment.refresh()
-            recording = _recording(attachment)
-            if measure and recording.traffic is not None:
-                # Memory may be too full to measure: the report then leaves the limits out.
-                with suppress(RuntimeError, MemoryError):
-                    measured = bandwidth.rates(attachment.device, attachment.worker_cores)
-                    recording = dataclasses.replace(recording, bandwidths=measured)
+            recording = dataclasses.replace(_recording(attachment), flops_per_step=self._flops_per_step)
+            if measure:
+                recording = _measured(recording, attachment)
             if any(event.lane == STEP for event in recording.events):
                 found.append(recording)
         if len(found) == 1:
             return found
         titles = (f"optimizer {number} of {len(found)}" for number in range(1, len(found) + 1))
         return [dataclasses.replace(recording, title=title) for recording, title in zip(found, titles, strict=True)]
+
+    def newest(self, steps: int) -> Recording | None:
+        """Return the last ``steps`` steps of the optimizer with the most parameter bytes, of what has been finished.
+
+        Waits for nothing, and may be called by another thread. None before the first step.
+        """
+        found = []
+        for attachment in list(self._attachments.values()):
+            events = attachment.timeline.last_events(steps)
+            if any(event.lane == STEP for event in events):
+                found.append((attachment.model_bytes, attachment.plan, events))
+        if not found:
+            return None
+        model_bytes, plan, events = max(found, key=lambda each: each[0])
+        return recording_of(plan, events, model_bytes)
 
     def summary(self) -> Summary:
         """Return the numbers of the report; ``Summary`` defines each.
@@ -154,7 +175,7 @@ class Profile:
         return [summarize(recording) for recording in self.recordings()]
 
     def report(self, console: Console | None = None, *, steps: int = 4) -> None:
-        """Print the last ``steps`` steps as lanes over time, the table, and what limits the run.
+        """Print what limits the run, the last ``steps`` steps as lanes over time, and the table.
 
         The first report of a process measures the bandwidths of memory and links, which takes about a second and slows
         training in other threads down.
@@ -192,6 +213,24 @@ class Profile:
             self.report(console, steps=steps)
             print_ranks([json.loads(text) for text in texts], console)
 
+    def save_html(self, path: str | PathLike[str], *, steps: int = 4) -> None:
+        """Write the report as a page that needs no network, with lanes of all recorded steps to zoom and move in.
+
+        It measures as ``report`` does. The file has about 30 bytes for each event.
+
+        Args:
+            path: of the file, which is replaced.
+            steps: how many of the last steps are shown first.
+        """
+        Path(path).write_text(page(self._recordings(measure=True), steps=steps), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """The page of the last steps, in a frame of its own: a notebook keeps it, so it has no others."""
+        text = html.escape(page(self.recordings(), of_all=False))
+        return (
+            f'<iframe srcdoc="{text}" sandbox="allow-scripts" style="width: 100%; height: 46rem; border: 0"></iframe>'
+        )
+
     def export_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
         write_chrome_trace(self.recordings(), path)
@@ -205,7 +244,7 @@ class Profile:
                 yield attachment, engine
 
 
-def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
+def profile(*optimizers: object, max_events: int = 1_000_000, flops_per_step: float | None = None) -> Profile:
     """Record compute, copies, host updates and waits inside the ``with`` block.
 
     Entering waits for nothing; leaving waits for the work in flight. A step counts if it ends inside the block.
@@ -214,21 +253,40 @@ def profile(*optimizers: object, max_events: int = 1_000_000) -> Profile:
         optimizers: ``ZenFlowAdamW`` optimizers to record; none for all that are alive when the block is entered and all
             that the same thread creates inside it, first compilations included.
         max_events: how many events to keep per optimizer, about 200 bytes each; older ones are dropped.
+        flops_per_step: of the forwards and backwards of a step on this device, without recomputation, for the row
+            ``device work``: 6 per token and element of the matrices that tokens are multiplied with, and 12 * layers *
+            hidden * context per token for attention. None leaves the row out: a graph does not tell them.
 
     Returns:
-        A context manager with ``report()``, ``report_ranks()``, ``summary()``, ``summaries()`` and
-        ``export_chrome_trace()``.
+        A context manager with ``report()``, ``report_ranks()``, ``save_html()``, ``summary()``, ``summaries()`` and
+        ``export_chrome_trace()``; a notebook shows the report.
 
     Raises:
-        TypeError: an optimizer is not a ``ZenFlowAdamW``, or ``max_events`` is not an integer.
-        ValueError: ``max_events`` is below 1.
+        TypeError: an optimizer is not a ``ZenFlowAdamW``, or a number is of the wrong type.
+        ValueError: ``max_events`` is below 1, or ``flops_per_step`` not above 0.
     """
-    return Profile(*optimizers, max_events=max_events)
+    return Profile(*optimizers, max_events=max_events, flops_per_step=flops_per_step)
 
 
 def _is_engine(candidate: object) -> bool:
     names = ("timeline", "plan", "model_bytes", "adaptive_windows", "worker_cores", "synchronize")
     return all(hasattr(candidate, name) for name in names)
+
+
+def _measured(recording: Recording, attachment: _Attachment) -> Recording:
+    """Add the rates of this machine that the report compares with; none where memory is too full to measure."""
+    with suppress(RuntimeError, MemoryError):
+        if recording.traffic is not None:
+            rates = bandwidth.rates(attachment.device, attachment.worker_cores)
+            recording = dataclasses.replace(recording, bandwidths=rates)
+        if recording.flops_per_step is not None:
+            sizes = Counter[torch.dtype]()
+            for param in attachment.plan.params:
+                sizes[param.dtype] += param.numel
+            ((dtype, _),) = sizes.most_common(1)
+            flops = bandwidth.matmul_flops(attachment.device, dtype)
+            recording = dataclasses.replace(recording, device_flops=flops)
+    return recording
 
 
 def _recording(attachment: _Attachment) -> Recording:

@@ -101,6 +101,9 @@ class Recording:
         norms: squared gradient norms, selected and total, over the recorded steps; None if unknown.
         traffic: what the plan moves per step; None if nothing is offloaded, or unknown.
         bandwidths: measured bandwidths of this machine's memory and link; None where they were not measured.
+        host_bytes: of optimizer state and buffers in host memory, as planned.
+        flops_per_step: of the model's forwards and backwards in a step, which the program tells; None if it does not.
+        device_flops: FLOP/s of the device at its best; None where they are not known.
         title: heading of the report, where there are several optimizers.
     """
 
@@ -116,6 +119,9 @@ class Recording:
     norms: NormSums | None = None
     traffic: Traffic | None = None
     bandwidths: Bandwidths | None = None
+    host_bytes: int = 0
+    flops_per_step: float | None = None
+    device_flops: float | None = None
     title: str = ""
 
     @property
@@ -190,4 +196,5 @@ def recording_of(plan: Plan, events: Iterable[Event], model_bytes: int) -> Recor
         updated_on_device=(everything - elements + selected) / everything,
         selected_share=selected / elements if elements else None,
         traffic=traffic_of(plan),
+        host_bytes=plan.host_bytes,
     )

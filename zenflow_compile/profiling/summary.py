@@ -20,7 +20,19 @@ from zenflow_compile.profiling.recording import (
     subtract,
     union,
 )
-from zenflow_compile.timeline import COMPUTE, D2H, GRADIENTS, H2D, OTHER_RANKS, RANKS, SLACK, STEP, WINDOWS, Event
+from zenflow_compile.timeline import (
+    COMPUTE,
+    D2H,
+    GRADIENTS,
+    H2D,
+    MEMORY,
+    OTHER_RANKS,
+    RANKS,
+    SLACK,
+    STEP,
+    WINDOWS,
+    Event,
+)
 
 _NS_PER_MS = 1e6
 _BLOCK = re.compile(r".*?(?<![^.])\d+(?=\.|$)")
@@ -75,6 +87,7 @@ def slack_by_block(events: Iterable[Event], steps: set[int]) -> dict[str, BlockS
 _WARM_UP_FACTOR = 5  # a leading step this many times the median is no training: kernels are built, memory is touched
 _EARLY = 0.25  # share of a forward that counts as its first layers
 _TOP_WAITERS = 5
+_PHASES = ("forward", "backward", "update")
 
 
 class Summary(TypedDict):
@@ -147,6 +160,10 @@ class Summary(TypedDict):
         sent_bytes_per_step: bytes that this rank put into collectives; None without other ranks.
         dense_gradients: gradients of offloaded parameters that took memory of their own, counted by the user's line
             ("file:line") that caused it, most frequent first, over all recorded steps.
+        device_bytes_by_phase: most bytes that tensors had on the device after a forward, backward or update; empty
+            where the device does not count its memory.
+        device_bytes_peak: most bytes that tensors had on the device at a time since its peak was last reset, which is
+            before the profile unless the program does it; None where that is not counted.
     """
 
     policy: str
@@ -202,6 +219,8 @@ class Summary(TypedDict):
     rank_wait_ms_per_step: float | None
     sent_bytes_per_step: float | None
     dense_gradients: dict[str, int]
+    device_bytes_by_phase: dict[str, int]
+    device_bytes_peak: int | None
 
 
 def summarize(recording: Recording) -> Summary:
@@ -257,6 +276,10 @@ def summarize(recording: Recording) -> Summary:
     sent_bytes = sum(event.bytes for event in collectives if event.step in numbers)
     for_ranks = [event for event in wait_events if event.param == OTHER_RANKS]
     bounds = recording.adaptive_windows
+    memory: dict[str, list[int]] = defaultdict(list)
+    for event in events:
+        if event.lane == MEMORY and event.step in numbers:
+            memory[event.kind].append(event.bytes)
 
     return Summary(
         policy=recording.policy,
@@ -312,6 +335,8 @@ def summarize(recording: Recording) -> Summary:
         rank_wait_ms_per_step=ms_per_step(length_ns(intersect(_spans(for_ranks), time))) if collectives else None,
         sent_bytes_per_step=per_step(sent_bytes) if collectives else None,
         dense_gradients=dict(Counter(event.param for event in events if event.lane == GRADIENTS).most_common()),
+        device_bytes_by_phase={phase: max(memory[phase]) for phase in _PHASES if memory[phase]},
+        device_bytes_peak=max(memory["peak"], default=None),
     )
 
 

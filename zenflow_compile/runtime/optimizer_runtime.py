@@ -71,8 +71,8 @@ class OptimizerRuntime:
         self.in_backward = in_backward
         self.device = device
         self.sharded = sharded
-        streams = device_of(device).streams
-        self.recorder = Recorder(streams)
+        served = device_of(device)
+        self.recorder = Recorder(served.streams, served)
         self.registry = ParamRegistry(
             groups,
             options,
@@ -99,7 +99,7 @@ class OptimizerRuntime:
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.given)
         self.schedule = Schedule(options, device, self.recorder, ranks)
-        self.run_ahead = None if streams is None else RunAhead(device_of(device), streams, self.recorder)
+        self.run_ahead = None if served.streams is None else RunAhead(served, served.streams, self.recorder)
         self.backward = BackwardPass()
         self.step = 0
         self.windows_flushed = 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 from zenflow_compile.timeline import (
     COMPUTE,
     D2H,
     GRADIENTS,
     H2D,
+    MEMORY,
     RANKS,
     SLACK,
     STEP,
@@ -24,6 +26,16 @@ _NOTHING = nullcontext()  # shared: making a generator's context costs as much a
 
 Moment = int | DeviceEvent
 """Nanoseconds of the host's clock, or a timed event of a device's stream."""
+
+
+class DeviceMemory(Protocol):
+    """What a device says of its memory without a wait; None where it does not count it."""
+
+    def allocated_bytes(self) -> int | None:
+        """Memory that tensors have now."""
+
+    def peak_bytes(self) -> int | None:
+        """Most memory that they had at a time since the last reset."""
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:
@@ -48,10 +60,11 @@ class Recorder:
         step: number of optimizer steps so far.
     """
 
-    def __init__(self, clock: DeviceClock | None = None) -> None:
+    def __init__(self, clock: DeviceClock | None = None, memory: DeviceMemory | None = None) -> None:
         self.timeline: Timeline | None = None
         self.step = 0
         self._clock = clock
+        self._memory = memory
         self._lane = COMPUTE
         self._phase: tuple[str, Moment] | None = None
         self._step_began: int | None = None
@@ -98,6 +111,8 @@ class Recorder:
         if self._phase is not None:
             (kind, begin), self._phase = self._phase, None
             self._add(self._lane, kind, begin, self.now(), step=self.step)
+            if self._memory is not None and (size := self._memory.allocated_bytes()) is not None:
+                self._mark(MEMORY, kind, size=size)
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -118,6 +133,8 @@ class Recorder:
     def end_step(self) -> None:
         self.end_phase()
         if self.timeline is not None and self._step_began is not None:
+            if self._memory is not None and (size := self._memory.peak_bytes()) is not None:
+                self._mark(MEMORY, "peak", size=size)
             now = time.perf_counter_ns()
             self.timeline.add(STEP, "step", self._step_began, now, step=self.step)
             self._step_began = now

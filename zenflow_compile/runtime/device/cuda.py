@@ -133,6 +133,9 @@ class CudaDevice(Device):
     def unused_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
 
+    def allocated_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated(self.torch_device)
+
     def peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.torch_device)
 

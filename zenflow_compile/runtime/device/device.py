@@ -147,6 +147,10 @@ class Device(ABC):
         """Memory that PyTorch's allocator has reserved and no tensor uses."""
 
     @abstractmethod
+    def allocated_bytes(self) -> int | None:
+        """Memory that tensors have now, as the host sees it, without a wait; None where it is not counted."""
+
+    @abstractmethod
     def peak_bytes(self) -> int | None:
         """Most memory that tensors had at a time since the last ``reset_peak``; None where it is not counted."""
 

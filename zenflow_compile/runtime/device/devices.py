@@ -35,6 +35,9 @@ class CpuDevice(Device):
     def unused_bytes(self) -> int:
         return 0
 
+    def allocated_bytes(self) -> int | None:
+        return None
+
     def peak_bytes(self) -> int | None:
         return None
 
