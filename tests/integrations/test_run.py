@@ -66,6 +66,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def nothing_is_left() -> Iterator[None]:
     """Afterwards, all is as before."""
     import_module("lightning.pytorch")  # it has a torch.compile of its own
+    import_module("setuptools")  # Inductor imports it, which adds a folder to sys.path
 
     def replaced() -> list[object]:
         classes = [torch.optim.AdamW, torch.optim.Adam, vars(sys.modules["torch.optim.adamw"])["AdamW"]]
