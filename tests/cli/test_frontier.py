@@ -79,8 +79,9 @@ def test_each_gb_less_has_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pasted_options_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     for each in answer(FRONTIER, capsys)["points"]:
-        given = {"device_bytes": 1.9e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
-        (again,) = zf.plan(1e8, "rtx-4090", **given, **each["options"])["policies"]
+        given: dict[str, Any] = {"device_bytes": 1.9e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
+        given |= {"recompute": each["recompute"], "gradient_accumulation_steps": each["micro_batches"]}
+        (again,) = zf.plan(1e8, "rtx-4090", **given | each["options"])["policies"]
         assert again["fits"]
         assert (again["step_s"], again["needs"]) == (each["step_s"], each["needs"])
 
@@ -97,10 +98,12 @@ def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.C
     assert small["best"]["fits"]
     assert small["best"]["options"] == {"policy": "resident"}
     assert large["best"] is None
-    assert large["shortages"]["device"] > 0
+    assert large["shortages"]["host"] > 0
     text = printed(MODELS, capsys)
-    assert re.search(r"qwen3-0\.6b\s+0\.60 .* yes\s+yes", text)
-    assert f"no: {large['shortages']['device'] / 1e9:.1f} on device" in " ".join(text.split())
+    assert re.search(r"qwen3-0\.6b\s+0\.60 .* yes\n", text)
+    said = " ".join(text.split())
+    assert f"llama3-70b, 70.55e9: the nearest plan lacks GB: {large['shortages']['host'] / 1e9:.1f} on host." in said
+    assert f"It would fit with {large['fits_with']['host']['host'] / 1e9:.1f} GB of host memory" in said
     assert 'qwen3-0.6b: {"policy": "resident"}' in text
 
 

@@ -19,10 +19,12 @@ from zenflow_compile.performance.models import ModelShape, shape_of
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import WORTH_IT, Forecast, Scenario, changed, forecast, resolve_stride
 from zenflow_compile.prediction.predict import predict
 from zenflow_compile.prediction.search import (
     ALIKE,
+    Dimension,
     Fit,
     Frontier,
     Memory,
@@ -62,6 +64,11 @@ def only_residents(hardware: Hardware | None = None) -> Frontier:
     given = {"topk_ratio": 0.0, "update_interval": 1, "offload_weights": False}
     fixed = (*given, "gradient_transfer", "update_stride", "offload_device", *FEWER_BYTES)
     return frontier(asked(hardware or machine(), "zenflow", device_share=0.0, **given), fixed)
+
+
+def residents(scenario: Scenario, *given: str) -> Dimension:
+    """Return what is searched for ``device_share``."""
+    return dimensions(scenario, given, Estimator(scenario))[1]
 
 
 def all_forecasts(search: Search) -> list[Forecast]:
@@ -143,10 +150,10 @@ def test_given_options_are_not_searched() -> None:
 
 def test_given_share_is_the_least_resident_one() -> None:
     for given, least in ((("device_share",), [0.5]), ((), [0.0, 0.5])):
-        found = [each["device_share"] for each in dimensions(asked(device_share=0.5), given)[1]]
+        found = [each["device_share"] for each in residents(asked(device_share=0.5), *given)]
         assert [each for each in found if isinstance(each, float)] == least
         assert all(each > 0.5 * 8 * LAYER_STATE for each in found if isinstance(each, int))
-    (given_bytes,) = dimensions(asked(device_share=7), ("device_share",))[1]
+    (given_bytes,) = residents(asked(device_share=7), "device_share")
     assert given_bytes == {"device_share": 7}
 
 

@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 from rich.text import Text
 
 from zenflow_compile.checks.validate import check_positive, printable
@@ -43,7 +45,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         scenario = _scenario(options, _model(options), _hardware(options))
         if options.frontier:
             return _frontier(scenario, options)
-        prediction = predict(scenario)
+        with _status(options):
+            prediction = predict(scenario)
     except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     if options.trace is not None:
@@ -77,7 +80,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _combinations(prediction: Prediction) -> list[Combination]:
-    return bytes_per_parameter(Options.from_keywords(**prediction.shown.options), prediction.scenario)
+    scenario = replace(prediction.scenario, recompute=prediction.shown.recompute)
+    return bytes_per_parameter(Options.from_keywords(**prediction.shown.options), scenario)
 
 
 def _bytes(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
@@ -86,7 +90,8 @@ def _bytes(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any
 
 
 def _frontier(scenario: Scenario, options: argparse.Namespace) -> int:
-    found = frontier(scenario, _given(options), exact=options.exact)
+    with _status(options):
+        found = frontier(scenario, _given(options), exact=options.exact)
     if options.svg is not None and found.fastest is not None:
         try:
             write_svg(found, options.svg)
@@ -106,12 +111,25 @@ def _models(options: argparse.Namespace) -> int:
     hardware = _hardware(options)
     scenarios = [_scenario(options, name, hardware) for name in models.MODELS]
     scenarios.sort(key=lambda each: each.model.numel)
-    fits = [fit(each, _given(options), exact=options.exact) for each in scenarios]
+    asked = track(
+        scenarios, "Searching plans", console=Console(stderr=True), transient=True, disable=not _watched(options)
+    )
+    fits = [fit(each, _given(options), exact=options.exact) for each in asked]
     if options.json:
         _print_json({"hardware": hardware.name, "models": [each.as_dict() for each in fits]})
     else:
         print_models(fits, Console())
     return 0
+
+
+def _watched(options: argparse.Namespace) -> bool:
+    """Return whether a person waits for the answer, at a terminal that shows nothing else."""
+    return not options.json and sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def _status(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """Show on standard error that the search goes on."""
+    return Console(stderr=True).status("Searching plans") if _watched(options) else nullcontext()
 
 
 def _print_json(found: Mapping[str, Any]) -> None:
@@ -180,7 +198,8 @@ def _findings(path: str) -> Mapping[str, Any]:
 def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentParser) -> None:
     chosen = Options.from_keywords(**prediction.shown.options)
     try:
-        write_chrome_trace([timeline(prediction.scenario, chosen)], path)
+        scenario = replace(prediction.scenario, recompute=prediction.shown.recompute)
+        write_chrome_trace([timeline(scenario, chosen)], path)
     except OSError as error:
         parser.error(f"--trace {printable(path)} cannot be written: {error.strerror}; choose another place")
 

@@ -7,10 +7,10 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from zenflow_compile.checks.validate import printable
 from zenflow_compile.options.options import Options
@@ -33,6 +33,7 @@ _LEAST_SLICES = 2
 """A rank with fewer slices could not select one and defer another one."""
 
 _Plans = Sequence[ParamPlan]
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +119,63 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
         ValueError: no planner has the name of the policy, or a parameter cannot have ``state_dtype`` or
             ``split_master``.
     """
-    if options.policy not in _PLANNERS:
-        raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
-    resident = [_resident(index, spec, options) for index, spec in enumerate(specs, start=len(plan.params))]
-    pairs = zip(specs, resident, strict=True)
-    on_host = [_on_host(param, options) if _offloadable(spec, options) else param for spec, param in pairs]
-    new = _PLANNERS[options.policy](resident, on_host, options)
-    subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    new = _with_streaming(new, resident, subgroups, options)
-    if options.weights_in_files:
-        new = [replace(param, weight_in_file=param.in_file) for param in new]
-    existing = [param.whole for param in plan.params]
+    first = len(plan.params)
+    subgroup = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
+    new, subgroups = place(specs, options, first=first, subgroup=subgroup)
+    phases = _phases([param.whole for param in plan.params], new)
+    numbered = [
+        replace(param, index=first + offset, name=spec.name, phase=phases[offset], subgroup=subgroups[offset])
+        for offset, (spec, param) in enumerate(zip(specs, new, strict=True))
+    ]
     planned = [
         param if spec.sharded is None else shard_of(param, spec.sharded)
-        for spec, param in zip(specs, _with_shared_buffers(_with_phases(existing, new), options), strict=True)
+        for spec, param in zip(specs, numbered, strict=True)
     ]
-    _check_state_forms(planned, options)
+    check_state_forms(planned, options)
     return divide(replace(plan, params=(*plan.params, *planned)))
+
+
+def place(
+    specs: Sequence[ParamSpec], options: Options, *, first: int = 0, subgroup: int = 0
+) -> tuple[list[ParamPlan], list[int | None]]:
+    """Decide where the state of each parameter lives, without what numbers it: index, name, phase and subgroup.
+
+    Equal parameters with equal decisions share one object, so that a model of many equal layers takes little time.
+
+    Args:
+        first: index of the first parameter; subgroup: number of the first subgroup.
+
+    Returns:
+        The plan and the number of the subgroup of each parameter; None without one.
+
+    Raises:
+        ValueError: no planner has the name of the policy.
+    """
+    if options.policy not in _PLANNERS:
+        raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
+    kinds: dict[object, tuple[ParamPlan, ParamPlan]] = {}
+    resident, on_host = [], []
+    for spec in specs:
+        kind = (spec.shape, spec.dtype, spec.splittable, spec.sharded)
+        if (pair := kinds.get(kind)) is None:
+            alone = _resident(first, spec, options)
+            pair = kinds[kind] = alone, _on_host(alone, options) if _offloadable(spec, options) else alone
+        resident.append(pair[0])
+        on_host.append(pair[1])
+    new = _PLANNERS[options.policy](resident, on_host, options)
+    new, subgroups = _with_streaming(new, resident, subgroup, options)
+    if options.weights_in_files:
+        new = per_kind(new, lambda param: replace(param, weight_in_file=param.in_file))
+    return _with_shared_buffers(new, first, options), subgroups
+
+
+def per_kind(plans: _Plans, of: Callable[[ParamPlan], _Value]) -> list[_Value]:
+    """Apply ``of`` to each plan, once where several parameters share it."""
+    found: dict[int, _Value] = {}
+    for plan in plans:
+        if id(plan) not in found:
+            found[id(plan)] = of(plan)
+    return [found[id(plan)] for plan in plans]
 
 
 # Planners take every new parameter two times: resident, and with all of its state on the host if it is offloadable.
@@ -149,7 +190,10 @@ def _plan_zero_offload(resident: _Plans, on_host: _Plans, options: Options) -> _
 
 
 def _plan_zero_infinity(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
-    return [replace(plan, placement=Placement.FILE, in_file=True) if plan.offloaded else plan for plan in on_host]
+    def in_file(plan: ParamPlan) -> ParamPlan:
+        return replace(plan, placement=Placement.FILE, in_file=True) if plan.offloaded else plan
+
+    return per_kind(on_host, in_file)
 
 
 def _plan_twinflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
@@ -158,41 +202,48 @@ def _plan_twinflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plan
     The device's share is updated last, while the host updates its own (Deep Optimizer States, section 4.1).
     """
     plans = list(on_host)
-    total = sum(plan.numel for plan in plans)
-    left = round((1.0 - options.ratio) * total) - sum(plan.numel for plan in plans if not plan.offloaded)
+    numels = per_kind(plans, lambda plan: plan.numel)
+    offloaded = [plan.offloaded for plan in plans]
+    left = round((1.0 - options.ratio) * sum(numels))
+    left -= sum(numel for numel, goes in zip(numels, offloaded, strict=True) if not goes)
     for offset in reversed(range(len(plans))):
-        plan = plans[offset]
-        if not plan.offloaded or left <= 0:
+        if left <= 0:
+            break
+        if not offloaded[offset]:
             continue
-        if plan.numel <= left:
+        if numels[offset] <= left:
             plans[offset] = resident[offset]
-        elif k := left // plan.length:
-            plans[offset] = replace(plan, placement=Placement.SPLIT_COLUMNS, k=k, fixed=True)
-        left -= plan.numel
+        elif k := left // plans[offset].length:
+            plans[offset] = replace(plans[offset], placement=Placement.SPLIT_COLUMNS, k=k, fixed=True)
+        left -= numels[offset]
     return plans
 
 
-def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Options) -> _Plans:
+def _with_streaming(
+    plans: _Plans, resident: _Plans, subgroup: int, options: Options
+) -> tuple[_Plans, list[int | None]]:
     """Group the offloaded parameters into subgroups, numbered from ``subgroup`` on; stream every ``stride``-th."""
+    numbers: list[int | None] = [None] * len(plans)
     if options.stride is None:
-        return plans
-    counted = sum(plan.numel for plan in plans if plan.offloaded and not plan.fixed)
-    size = min(LARGEST_SUB_GROUP, counted // (STRIDES * options.stride))
+        return plans, numbers
+    sizes = per_kind(plans, lambda plan: plan.numel if plan.offloaded and not plan.fixed else 0)
+    streamed = per_kind(resident, lambda plan: replace(plan, placement=Placement.HOST_STREAMED))
+    size = min(LARGEST_SUB_GROUP, sum(sizes) // (STRIDES * options.stride))
     elements = 0
     grouped = list(plans)
-    for offset, plan in enumerate(plans):
-        if not plan.offloaded or plan.fixed:
+    for offset, numel in enumerate(sizes):
+        if not numel:
             continue
-        if elements and elements + plan.numel > size:
+        if elements and elements + numel > size:
             subgroup, elements = subgroup + 1, 0
-        elements += plan.numel
+        elements += numel
         if subgroup % options.stride == options.stride - 1:
-            plan = replace(resident[offset], placement=Placement.HOST_STREAMED)
-        grouped[offset] = replace(plan, subgroup=subgroup)
-    return grouped
+            grouped[offset] = streamed[offset]
+        numbers[offset] = subgroup
+    return grouped, numbers
 
 
-def _check_state_forms(plans: _Plans, options: Options) -> None:
+def check_state_forms(plans: _Plans, options: Options) -> None:
     """
     Raises:
         ValueError: slices are too short for 8-bit moments, or no weight can complete a split master.
@@ -214,28 +265,27 @@ def _check_state_forms(plans: _Plans, options: Options) -> None:
 
 
 def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
-    extends = bool(on_host) and on_host[0].index > 0
-    kept = set[int]() if extends else _kept_resident(resident, on_host, options)
-    plans = []
-    for offset, plan in enumerate(on_host):
-        if offset in kept or not plan.offloaded:
-            plans.append(resident[offset])
-            continue
+    def selecting(plan: ParamPlan) -> ParamPlan:
+        if not plan.offloaded:
+            return plan
         k = _selection_size(plan.slices, options.topk_ratio)
-        plans.append(
-            replace(
-                plan,
-                placement=Placement.SPLIT_COLUMNS,
-                k=k,
-                interval=options.longest_window,
-                staleness=options.staleness,
-                blocking=not options.overlap_step,
-                in_file=options.in_files and k < plan.slices,
-                # An update window of one step has nothing to sum.
-                summed=options.gradient_transfer == "mean" and options.longest_window > 1,
-                compressed=options.gradient_transfer == "int8",
-            )
+        return replace(
+            plan,
+            placement=Placement.SPLIT_COLUMNS,
+            k=k,
+            interval=options.longest_window,
+            staleness=options.staleness,
+            blocking=not options.overlap_step,
+            in_file=options.in_files and k < plan.slices,
+            # An update window of one step has nothing to sum.
+            summed=options.gradient_transfer == "mean" and options.longest_window > 1,
+            compressed=options.gradient_transfer == "int8",
         )
+
+    extends = bool(on_host) and on_host[0].index > 0
+    plans = per_kind(on_host, selecting)
+    for offset in () if extends else _kept_resident(resident, on_host, options):
+        plans[offset] = resident[offset]
     return plans
 
 
@@ -311,57 +361,69 @@ def _kept_resident(resident: _Plans, on_host: _Plans, options: Options) -> set[i
     if isinstance(options.device_share, float):
         return _without_slack(on_host, options.device_share)
     order = resident_order(on_host)
-    taken = accumulate(resident[index].whole_state_bytes for index in order)
+    sizes = per_kind(resident, lambda plan: plan.whole_state_bytes)
+    taken = accumulate(sizes[index] for index in order)
     return {index for index, size in zip(order, taken, strict=True) if size <= options.device_share}
 
 
 def _without_slack(plans: _Plans, share: float) -> set[int]:
     """The parameters that suffer most from rare updates, as far as they fit in a share of all elements."""
-    budget = share * sum(plan.numel for plan in plans)
+    numels = per_kind(plans, lambda plan: plan.numel)
+    budget = share * sum(numels)
     kept: set[int] = set()
     for part in parts_without_slack([plan.shape for plan in plans]):
-        size = sum(plans[index].numel for index in part)
+        size = sum(numels[index] for index in part)
         if size <= budget:
             kept.update(part)
             budget -= size
     return kept
 
 
-def _with_phases(existing: _Plans, new: _Plans) -> _Plans:
+def _phases(existing: _Plans, new: _Plans) -> list[int]:
     """Give every new update window the phase with the fewest bytes so far, largest parameters first.
 
     The bytes flushed per step then differ by at most the largest parameter (list scheduling).
     """
     interval = max((plan.interval for plan in (*existing, *new) if plan.offloaded), default=1)
+    phases = [0] * len(new)
     if interval == 1:
-        return new
+        return phases
     load = [0] * interval
     for plan in existing:
         if plan.offloaded:
             _add_load(load, plan, plan.phase)
-    phases: dict[int, int] = {}
-    for plan in sorted(new, key=lambda plan: -plan.deferred_numel):
+    deferred = per_kind(new, lambda plan: plan.deferred_numel)
+    for offset in sorted(range(len(new)), key=lambda offset: -deferred[offset]):
+        plan = new[offset]
         if plan.offloaded:
             phase = min(range(plan.interval), key=lambda phase: max(load[phase :: plan.interval]))
             _add_load(load, plan, phase)
-            phases[plan.index] = phase
-    return [replace(plan, phase=phase) if (phase := phases.get(plan.index, 0)) else plan for plan in new]
+            phases[offset] = phase
+    return phases
 
 
-def _with_shared_buffers(plans: _Plans, options: Options) -> _Plans:
-    """Let the gradient buffers of new parameters share memory, and new weights replace gradients."""
+def _with_shared_buffers(plans: _Plans, first: int, options: Options) -> list[ParamPlan]:
+    """Let the gradient buffers of new parameters share memory, and new weights replace gradients.
+
+    ``first``: index of the first parameter. A pool has the number of its first one.
+    """
     if options.adaptive:  # gradients decide in which steps a buffer is in use
-        return plans
+        return list(plans)
     # A weight in host memory stays in its upload buffer, and so does one that completes a split master. A compressed
     # gradient is smaller than the weights.
     keeps_uploads = options.offload_weights is not False
-    pools = {plan.period: plan.index for plan in reversed(plans) if plan.offloaded}
-    return [
-        replace(plan, pool=pools[plan.period], in_place=not (keeps_uploads or plan.split_master or plan.compressed))
-        if plan.offloaded
-        else plan
-        for plan in plans
-    ]
+    pools: dict[int, int] = {}
+    for offset, period in enumerate(per_kind(plans, lambda plan: plan.period if plan.offloaded else 0)):
+        if period:
+            pools.setdefault(period, first + offset)
+
+    def sharing(plan: ParamPlan) -> ParamPlan:
+        if not plan.offloaded:
+            return plan
+        in_place = not (keeps_uploads or plan.split_master or plan.compressed)
+        return replace(plan, pool=pools[plan.period], in_place=in_place)
+
+    return per_kind(plans, sharing)
 
 
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:

@@ -67,7 +67,7 @@ def simulate(
     _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute)
     recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
-    threads = _threads(hardware, workers)
+    threads = threads_of(hardware, workers)
     device = SimulatedDevice(work, hardware, threads, final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=recorded, whole=steps is None)
     recording = recording_of(plan, _events(rows_of(device, steady), threads), plan.model_bytes // hardware.devices)
@@ -124,7 +124,14 @@ def steady_step(
     """
     _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, coarse=True)
-    device = SimulatedDevice(work, hardware, _threads(hardware, workers), final_at_step, first_step=first_step(work))
+    return steady_step_of(work, hardware, final_at_step=final_at_step, workers=workers)
+
+
+def steady_step_of(
+    work: Workload, hardware: Hardware, *, final_at_step: bool = False, workers: int | None = None
+) -> SteadyStep:
+    """The numbers of a step of ``work``; see ``steady_step``."""
+    device = SimulatedDevice(work, hardware, threads_of(hardware, workers), final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=work.cycle, whole=True)
     rows = list(rows_of(device, steady))
 
@@ -147,7 +154,12 @@ def steady_step(
     )
 
 
-def _threads(hardware: Hardware, workers: int | None) -> int:
+def threads_of(hardware: Hardware, workers: int | None) -> int:
+    """Threads of each device that update on the host.
+
+    Raises:
+        TypeError, ValueError: ``workers`` is no integer, or more than the share of the cores.
+    """
     if workers is None:
         return hardware.workers
     remedy = f": the cores of {hardware.name!r} for each of its devices in use; None takes all of them but two"
