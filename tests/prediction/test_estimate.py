@@ -47,7 +47,7 @@ def test_memory_is_that_of_a_forecast(name: str, options: dict[str, Any]) -> Non
     assert (found.device, found.disk) == (expected.device, expected.disk)
     shared = "gradients and uploads"
     assert {**found.host, shared: 0} == {**expected.host, shared: 0}
-    assert 0.97 * expected.host[shared] <= found.host[shared] <= expected.host[shared]
+    assert 0.93 * expected.host[shared] <= found.host[shared] <= expected.host[shared]
 
 
 @pytest.mark.parametrize("machine", ["rtx-4090", "h200"])

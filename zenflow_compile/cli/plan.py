@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,13 @@ from zenflow_compile.performance import hardware, models
 from zenflow_compile.performance.hardware import Hardware, hardware_of
 from zenflow_compile.prediction.forecast import Combination, Scenario, bytes_per_parameter, explain
 from zenflow_compile.prediction.predict import Prediction, predict, scenario_of, timeline
-from zenflow_compile.prediction.search import fit, frontier
+from zenflow_compile.prediction.search import Fit, fit, frontier
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
 _SCENARIO = ("tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens")
+
+
+_MODELS_OF_A_PROCESS = 8  # a process starts in about the time of two models
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -111,10 +118,23 @@ def _models(options: argparse.Namespace) -> int:
     hardware = _hardware(options)
     scenarios = [_scenario(options, name, hardware) for name in models.MODELS]
     scenarios.sort(key=lambda each: each.model.numel)
-    asked = track(
-        scenarios, "Searching plans", console=Console(stderr=True), transient=True, disable=not _watched(options)
-    )
-    fits = [fit(each, _given(options), exact=options.exact) for each in asked]
+    search = partial(fit, given=tuple(_given(options)), exact=options.exact)
+    processes = min(os.cpu_count() or 1, len(scenarios) // _MODELS_OF_A_PROCESS)
+    with ExitStack() as stack:
+        found: Iterable[Fit] = map(search, scenarios)
+        if processes > 1:
+            # Not forked: threads may just have measured the machine.
+            pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+            found = stack.enter_context(pool).map(search, scenarios)
+        watched = track(
+            found,
+            "Searching plans",
+            total=len(scenarios),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not _watched(options),
+        )
+        fits = list(watched)
     if options.json:
         _print_json({"hardware": hardware.name, "models": [each.as_dict() for each in fits]})
     else:

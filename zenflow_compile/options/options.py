@@ -448,14 +448,16 @@ class Options:
 
         Empty under ``policy="auto"``, which may choose any policy.
         """
-        reader = _ZENFLOW_IN_FILES if self.policy == "zenflow" and self.in_files else self.policy
         return [
             each.name
             for each in fields(self)
-            if self.policy != "auto"
-            and not {reader, self.policy} & {*each.metadata["read_by"]}
-            and getattr(self, each.name) != each.default
+            if self.policy != "auto" and getattr(self, each.name) != each.default and not self.reads(each.name)
         ]
+
+    def reads(self, name: str) -> bool:
+        """Return whether the policy reads an option."""
+        reader = _ZENFLOW_IN_FILES if self.policy == "zenflow" and self.in_files else self.policy
+        return not {reader, self.policy}.isdisjoint(OPTIONS[name].metadata["read_by"])
 
     def warn_of_unread(self) -> None:
         """Warn, once, of the ``unread`` options, with the policies that read them."""

@@ -13,19 +13,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
-from zenflow_compile.options.options import Options
+from zenflow_compile.options.options import OPTION_NAMES, Options
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES, Hardware
-from zenflow_compile.performance.memory import MemoryNeeds
+from zenflow_compile.performance.memory import MemoryNeeds, activation_bytes
 from zenflow_compile.planning.plan import (
-    FILES_IN_TURN,
     FP32_BYTES,
     ParamPlan,
     Plan,
     file_window_bytes,
     resident_in_window,
 )
-from zenflow_compile.planning.planners import check_state_forms, per_kind, place
+from zenflow_compile.planning.planners import Kinds, Layout, Side, check_state_forms, lay_out
 from zenflow_compile.planning.weight_memory import RING_BLOCKS, WeightMemory
 from zenflow_compile.prediction.forecast import (
     Forecast,
@@ -61,8 +61,16 @@ FEW_PARAMETERS = 64
 BLOCKS = 16
 """Most blocks that stand for a model's layers, and most streamed subgroups."""
 
-_NOT_PLANNED = ("gradient_accumulation_steps", "host_window_bytes")
-"""Options that change no parameter's plan."""
+_ALIKE = 1e-2  # relative difference below which two steps take the same time
+
+_LAYING_OUT = attrgetter("policy", "device_share", "ratio", "update_stride", "state_dtype", "min_offload_size")
+"""Options that decide on which side a parameter is."""
+
+_NOT_OF_KINDS = {"device_share", "ratio", "update_stride", "gradient_accumulation_steps", "host_window_bytes"}
+_OF_KINDS = attrgetter(*(name for name in OPTION_NAMES if name not in _NOT_OF_KINDS))
+"""Options that decide how a parameter on one side is planned."""
+
+_Group = tuple[int, Side, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +102,11 @@ class CountedPlan(Plan):
     @property
     def file_window_bytes(self) -> int:
         """Bytes of host memory that cache state in files."""
-        sizes = [param.file_bytes for param, count in zip(self.params, self.counts, strict=True) for _ in range(count)]
+        if not self.file_bytes:
+            return 0
+        sizes: list[int] = []
+        for param, count in zip(self.params, self.counts, strict=True):
+            sizes += [param.file_bytes] * count
         return file_window_bytes(sizes, self.host_window_bytes)
 
 
@@ -106,19 +118,21 @@ def _mean_buffer_bytes(param: ParamPlan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """What is planned for one model.
+    """Where state and weights of a model are.
 
     Attributes:
-        params: by index; equal ones are one object.
-        subgroups: elements of each streamed subgroup, and bytes of its state, by number.
-        weights: which are loaded, by index.
-        counted: the plan for memory, without what the options say of micro-batches and of the window of files.
+        layout: by parameter.
+        weights: which are loaded, by index; None: none.
+        groups: kind and side of each parameter, and whether its weight is loaded.
+        counts: how many parameters a group has.
+        streamed: subgroup and kind of each parameter whose state is streamed.
     """
 
-    params: Sequence[ParamPlan]
-    subgroups: Mapping[int, tuple[int, int]]
+    layout: Layout
     weights: WeightMemory | None
-    counted: CountedPlan
+    groups: Sequence[_Group]
+    counts: Mapping[_Group, int]
+    streamed: Sequence[tuple[int, int]]
 
 
 class Estimator:
@@ -132,8 +146,14 @@ class Estimator:
         self._forwards, self._head = forward_seconds(
             scenario.hardware, scenario.model, scenario.tokens, [indices for _, indices in self._named]
         )
-        self._placed: dict[tuple[object, ...], _Placed] = {}
+        self._kinds = Kinds(scenario.model.params, scenario.options)
+        self._of_options: dict[tuple[object, ...], Kinds] = {}
+        self._layouts: dict[tuple[object, ...], Layout] = {}
         self._weights: dict[tuple[object, ...], WeightMemory | None] = {}
+        self._placed: dict[tuple[object, ...], _Placed] = {}
+        self._plans: dict[tuple[object, ...], CountedPlan] = {}
+        self._needs: dict[tuple[int, bool], MemoryNeeds] = {}  # but for activations and the window of files
+        self._activations: dict[tuple[int, bool], int] = {}
 
     def needs(self, options: Options, *, recompute: bool) -> MemoryNeeds:
         """The memory of a plan, but for what packing gradient buffers adds.
@@ -144,7 +164,15 @@ class Estimator:
         scenario = replace(self._scenario, recompute=recompute)
         if self.is_exact:
             return needs(options, scenario)
-        return needs_in(scenario, self._plan(options, recompute=recompute))
+        plan = self._plan(options, recompute=recompute)
+        key = (id(self._counted(options, recompute=recompute)), plan.micro_batches > 1)
+        if key not in self._needs:
+            self._needs[key] = needs_in(scenario, plan)
+        found, tokens = self._needs[key], -(-scenario.tokens // plan.micro_batches)
+        if (divided := (tokens, recompute)) not in self._activations:
+            self._activations[divided] = activation_bytes(scenario.model, tokens=tokens, recompute=recompute)
+        device = {**found.device, "activations": self._activations[divided]}
+        return replace(found, device=device, host={**found.host, "window of files": plan.file_window_bytes})
 
     def forecast(
         self, options: Options, needed: MemoryNeeds, *, recompute: bool, within: float = math.inf
@@ -166,68 +194,79 @@ class Estimator:
         if within < math.inf and least_seconds(work, hardware, workers, final_at_step=final_at_step) > within:
             return None
         hardware.check_rates(in_files=work.in_files)
-        step = steady_step_of(work, hardware, final_at_step=final_at_step, workers=workers)
-        model_bytes = self._of(options, recompute=recompute).counted.model_bytes
+        step = steady_step_of(work, hardware, final_at_step=final_at_step, workers=workers, alike=_ALIKE)
+        model_bytes = self._plan(options, recompute=recompute).model_bytes
         return forecast_of(options, scenario, needed, step, model_bytes=model_bytes)
 
-    def _plan(self, options: Options, *, recompute: bool) -> CountedPlan:
-        placed = self._of(options, recompute=recompute)
-        return replace(
-            placed.counted, host_window_bytes=options.host_window_bytes, micro_batches=micro_batches(options)
-        )
+    def kinds(self, options: Options) -> Kinds:
+        """The plans of the model's kinds of parameters."""
+        key = _OF_KINDS(options)
+        if key not in self._of_options:
+            self._of_options[key] = self._kinds.with_options(options)
+        return self._of_options[key]
 
-    def _of(self, options: Options, *, recompute: bool) -> _Placed:
-        values = tuple(getattr(options, each.name) for each in fields(options) if each.name not in _NOT_PLANNED)
-        key = (*values, recompute and options.offload_weights is not False)
-        if key not in self._placed:
-            self._placed[key] = self._place(options, recompute=recompute)
-        return self._placed[key]
+    def _plan(self, options: Options, *, recompute: bool) -> CountedPlan:
+        counted = self._counted(options, recompute=recompute)
+        return replace(counted, host_window_bytes=options.host_window_bytes, micro_batches=micro_batches(options))
+
+    def _counted(self, options: Options, *, recompute: bool) -> CountedPlan:
+        placed, kinds = self._place(options, recompute=recompute), self.kinds(options)
+        key = (id(placed), id(kinds))  # both are kept
+        if key not in self._plans:
+            cut, weights = placed.layout.cut, placed.weights
+            params = [kinds.planned(kind, side, cut) for kind, side, _ in placed.counts]
+            check_state_forms(params, options)
+            streamed: Counter[int] = Counter()
+            for number, kind in placed.streamed:
+                streamed[number] += kinds.planned(kind, Side.STREAMED, 0).whole_state_bytes
+            loaded = frozenset(number for number, (_, _, loads) in enumerate(placed.counts) if loads)
+            self._plans[key] = CountedPlan(
+                policy=options.policy,
+                params=tuple(replace(param, index=number) for number, param in enumerate(params)),
+                adaptive=options.adaptive,
+                weights=None if weights is None else replace(weights, offloaded=loaded, reloaded=frozenset()),
+                counts=tuple(placed.counts.values()),
+                streamed=tuple(streamed.values()),
+            )
+        return self._plans[key]
 
     def _place(self, options: Options, *, recompute: bool) -> _Placed:
-        scenario = self._scenario
-        params, numbers = place(scenario.model.params, of_node(options, scenario.hardware))
-        kinds = {id(param): param for param in params}
-        check_state_forms(list(kinds.values()), options)
-        key = (options.offload_weights, recompute)
-        if key not in self._weights:
-            self._weights[key] = weight_memory(options, replace(scenario, recompute=recompute))
-        weights = self._weights[key]
-        loaded = frozenset[int]() if weights is None else weights.offloaded
-        subgroups: dict[int, tuple[int, int]] = {}
-        for param, number in zip(params, numbers, strict=True):
-            if param.streamed and number is not None:
-                elements, size = subgroups.get(number, (0, 0))
-                subgroups[number] = elements + param.numel, size + param.whole_state_bytes
-        counts = Counter(zip(map(id, params), [index in loaded for index in range(len(params))], strict=True))
-        return _Placed(
-            params=params,
-            subgroups=subgroups,
-            weights=weights,
-            counted=CountedPlan(
-                policy=options.policy,
-                params=tuple(replace(kinds[kind], index=number) for number, (kind, _) in enumerate(counts)),
-                adaptive=options.adaptive,
-                weights=None if weights is None else _of_kinds(weights, [loads for _, loads in counts]),
-                counts=tuple(counts.values()),
-                streamed=tuple(size for _, size in subgroups.values()),
-            ),
-        )
+        where = _LAYING_OUT(options)
+        loading = (options.offload_weights, recompute and options.offload_weights is not False)
+        if (key := (where, loading)) not in self._placed:
+            if where not in self._layouts:
+                self._layouts[where] = self._lay_out(options)
+            if loading not in self._weights:
+                self._weights[loading] = weight_memory(options, replace(self._scenario, recompute=recompute))
+            layout, weights = self._layouts[where], self._weights[loading]
+            loaded = frozenset[int]() if weights is None else weights.offloaded
+            loads = [index in loaded for index in range(len(layout.sides))]
+            groups = list(zip(self._kinds.of, layout.sides, loads, strict=True))
+            numbered = zip(layout.subgroups, layout.sides, self._kinds.of, strict=True)
+            streamed = [
+                (number, kind) for number, side, kind in numbered if number is not None and side is Side.STREAMED
+            ]
+            self._placed[key] = _Placed(layout, weights, groups, Counter(groups), streamed)
+        return self._placed[key]
+
+    def _lay_out(self, options: Options) -> Layout:
+        of_all = of_node(options, self._scenario.hardware)
+        return lay_out(self.kinds(options), of_all)
 
     def workload(self, options: Options, *, recompute: bool) -> Workload:
         """What a step does, in few blocks; each step flushes an equal share of all update windows."""
         hardware = self._scenario.hardware
-        placed, plan = self._of(options, recompute=recompute), self._plan(options, recompute=recompute)
-        loaded = frozenset[int]() if placed.weights is None else placed.weights.offloaded
+        placed, plan = self._place(options, recompute=recompute), self._plan(options, recompute=recompute)
         reloaded = frozenset[int]() if placed.weights is None else placed.weights.reloaded
-        in_turn = _in_turn(placed.params, plan)
-        works: dict[tuple[int, bool, bool], _Work] = {}
+        plans = dict(zip(placed.counts, plan.params, strict=True))
+        in_turn = _in_turn([plans[group].file_bytes for group in placed.groups], plan) if plan.file_bytes else []
+        turns = in_turn or [False] * len(placed.groups)
+        works: dict[tuple[_Group, bool], _Work] = {}
         totals = []
         for _, indices in self._named:
-            members = Counter((id(placed.params[index]), index in loaded, index in in_turn) for index in indices)
-            for index in indices:
-                key = (id(placed.params[index]), index in loaded, index in in_turn)
-                if key not in works:
-                    works[key] = _work_of(placed.params[index], loads=key[1], in_turn=key[2])
+            members = Counter((placed.groups[index], turns[index]) for index in indices)
+            for group, turn in members.keys() - works.keys():
+                works[group, turn] = _work_of(plans[group], loads=group[2], in_turn=turn)
             totals.append(_sum([(works[key], count) for key, count in members.items()]))
         device_update = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
         blocks, rewrites = [], []
@@ -246,17 +285,13 @@ class Estimator:
             )
             if (rewritten := _load(name, work.rewritten, work.rewritten, 0.0, hardware)) is not None:
                 rewrites.append(Rewrite(rewritten, work.rewritten_elements * device_update))
-        resident = sum(param.file_bytes for index, param in enumerate(placed.params) if index not in in_turn)
+        turning = sum(work.file_turns for work in totals)
         return Workload(
             blocks=tuple(blocks),
-            subgroups=_grouped(placed.subgroups, hardware.devices, device_update),
+            subgroups=_subgroups(placed, plans, hardware.devices, device_update),
             cycle=1,
             update=sum(work.updated_elements for work in totals) * device_update,
-            # As many turns as the window has of parameters: a block of the model is several of them.
-            file_ring=max(
-                (plan.file_window_bytes - resident) // hardware.devices,
-                FILES_IN_TURN * max(round(work.file) // hardware.devices for work in totals),
-            ),
+            file_ring=round(plan.file_window_bytes - plan.file_bytes + turning) // hardware.devices,
             head=self._head,
             backward_head=(3.0 if recompute else 2.0) * self._head,
             micro_batches=plan.micro_batches,
@@ -304,7 +339,7 @@ class _Work:
     Attributes:
         weights: of all parameters; offloaded: of those that the host updates; own: of what the device has updated.
         down: of gradients, copied when they are produced; pending: when they are final.
-        host, upload, file: see ``Flush``; converting: its seconds.
+        host, upload, file: see ``Flush``; converting: its seconds. file_turns: of all its update windows together.
         load: over the link for a loaded weight; load_weight: of it; rebuilt: written from selected slices' masters.
         rewritten: of loaded weights that the device updates; rewritten_elements: of those without streamed state.
         updated_elements: that the device updates otherwise.
@@ -318,6 +353,7 @@ class _Work:
     host: float = 0
     upload: float = 0
     file: float = 0
+    file_turns: float = 0
     converting: float = 0
     load: float = 0
     load_weight: float = 0
@@ -359,6 +395,7 @@ def _work_of(param: ParamPlan, *, loads: bool, in_turn: bool) -> _Work:
         host=param.update_bytes(param.interval) * flushed,
         upload=0 if loads else param.upload_bytes * flushed,
         file=param.file_bytes * flushed if in_turn else 0,
+        file_turns=param.file_bytes if in_turn else 0,
         converting=param.deferred_numel / CONVERTED_PER_CORE[param.moments] * flushed,
         load=param.upload_bytes if loads else 0,
         load_weight=size if loads else 0,
@@ -367,18 +404,12 @@ def _work_of(param: ParamPlan, *, loads: bool, in_turn: bool) -> _Work:
     )
 
 
-def _of_kinds(weights: WeightMemory, loads: Sequence[bool]) -> WeightMemory:
-    """The same memory, for parameters by kind, of which some are loaded."""
-    offloaded = frozenset(number for number, is_loaded in enumerate(loads) if is_loaded)
-    return replace(weights, offloaded=offloaded, reloaded=frozenset())
-
-
-def _in_turn(params: Sequence[ParamPlan], plan: CountedPlan) -> frozenset[int]:
-    """Indices of the parameters whose state is read from files and written back."""
-    sizes = per_kind(params, lambda param: param.file_bytes)
+def _in_turn(sizes: Sequence[int], plan: CountedPlan) -> list[bool]:
+    """Return whether the state of each parameter, of so many bytes, is read from files and written back."""
     filed = [index for index, size in enumerate(sizes) if size]
-    stays = resident_in_window([sizes[index] for index in filed], plan.file_window_bytes) if filed else []
-    return frozenset(index for index, resident in zip(filed, stays, strict=True) if not resident)
+    stays = resident_in_window([sizes[index] for index in filed], plan.file_window_bytes)
+    turning = {index for index, resident in zip(filed, stays, strict=True) if not resident}
+    return [index in turning for index in range(len(sizes))]
 
 
 def _load(name: str, size: float, weight: float, rebuilt: float, hardware: Hardware) -> Load | None:
@@ -414,11 +445,18 @@ def _parts(name: str, work: _Work, plan: Plan, devices: int) -> tuple[Part, ...]
     return (Part(schedule.blocking, schedule.staleness, down, (pending,), (flush,)),)
 
 
-def _grouped(subgroups: Mapping[int, tuple[int, int]], devices: int, device_update: float) -> tuple[Subgroup, ...]:
+def _subgroups(
+    placed: _Placed, plans: Mapping[_Group, ParamPlan], devices: int, device_update: float
+) -> tuple[Subgroup, ...]:
     """Streamed subgroups, equally many consecutive ones as one."""
-    sizes = [subgroups[number] for number in sorted(subgroups)]
-    together = -(-len(sizes) // BLOCKS)
-    parts = [sizes[first : first + together] for first in range(0, len(sizes), together or 1)]
+    of_kind = {kind: plan for (kind, side, _), plan in plans.items() if side is Side.STREAMED}
+    sizes: dict[int, tuple[int, int]] = {}
+    for number, kind in placed.streamed:
+        elements, size = sizes.get(number, (0, 0))
+        sizes[number] = elements + of_kind[kind].numel, size + of_kind[kind].whole_state_bytes
+    all_sizes = [*sizes.values()]
+    together = max(1, -(-len(all_sizes) // BLOCKS))
+    parts = [all_sizes[first : first + together] for first in range(0, len(all_sizes), together)]
     return tuple(
         Subgroup(
             name=f"subgroup {number}",

@@ -148,10 +148,9 @@ def plan(
     Returns:
         ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
         ``sequence``, ``implicit``; ``micro_batches`` and ``recompute`` of the recommended run; ``policies``, a dict per
-        policy with the fields of ``prediction.forecast.Forecast``; ``exchanges``, bytes that a device sends per step by way of sharing the work, see
-        ``performance.traffic.Sharing``; ``recommended``, options to pass on, or None if no policy fits; and
-        ``notes``, sentences on the recommended run, and on
-        the weights that cross the link.
+        policy with the fields of ``prediction.forecast.Forecast``; ``exchanges``, bytes that a device sends per step by
+        way of sharing the work, see ``performance.traffic.Sharing``; ``recommended``, options to pass on, or None if no
+        policy fits; and ``notes``, sentences on the recommended run, and on the weights that cross the link.
 
     Raises:
         TypeError: a value is of the wrong type, or an option is unknown.

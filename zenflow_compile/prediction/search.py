@@ -14,23 +14,23 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate, islice
+from operator import attrgetter
 from typing import Any
 
-from zenflow_compile.options.options import Options
+from zenflow_compile.options.options import OPTION_NAMES, Options
 from zenflow_compile.performance.memory import MemoryNeeds
-from zenflow_compile.planning.planners import place, resident_order
+from zenflow_compile.planning.planners import Side, lay_out, resident_order
 from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import (
     SOME_DISK,
     WORTH_IT,
     Forecast,
     Scenario,
-    changed,
     departures,
     forecast,
     needs,
-    of_node,
     resolve_stride,
 )
 from zenflow_compile.prediction.strides import STRIDES
@@ -41,6 +41,11 @@ Dimension = tuple[Mapping[str, Any], ...]
 Choice = tuple[int, ...]
 """Number of the chosen alternative, by dimension."""
 
+Key = tuple[Any, ...]
+"""All options of a run, and whether it recomputes activations."""
+
+_VALUES = attrgetter(*OPTION_NAMES)
+
 Memory = Callable[[Forecast], tuple[int, int]]
 
 ALIKE = 0.04
@@ -49,7 +54,7 @@ ALIKE = 0.04
 NEAR = 1.1
 """The fastest plan is searched from those whose step takes at most so many times as long as the fastest known one."""
 
-PATIENCE = 8
+PATIENCE = 6
 """The search for the fastest plan ends after the neighbors of this many plans in a row were not faster."""
 
 _LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
@@ -179,11 +184,12 @@ def _fitting(scenario: Scenario, share: float, estimator: Estimator) -> list[int
     options = resolve_stride(options, scenario.hardware, scenario.model.params)
     devices, device_bytes = scenario.hardware.devices, scenario.hardware.device_bytes
     recompute = scenario.recompute is not False
-    params, _ = place(scenario.model.params, of_node(replace(options, device_share=0.0), scenario.hardware))
-    as_given, _ = place(scenario.model.params, of_node(options, scenario.hardware))
-    kept = zip(params, as_given, strict=True)
-    least = sum(param.whole_state_bytes for param, given in kept if param.offloaded and not given.offloaded)
-    sizes = accumulate(params[index].whole_state_bytes for index in resident_order(params))
+    kinds = estimator.kinds(options)
+    states = [kinds.planned(kind, Side.DEVICE, 0).whole_state_bytes for kind in kinds.of]
+    order = resident_order(kinds)
+    kept = lay_out(kinds, options).sides
+    least = sum(states[index] for index in order if kept[index] is Side.DEVICE)
+    sizes = accumulate(states[index] for index in order)
     more = [-(-size // devices) for size in sizes if size > least]
     taken = sum(estimator.needs(options, recompute=recompute).device.values())
 
@@ -218,7 +224,7 @@ class Candidate:
     missing: int
 
     @property
-    def key(self) -> str:
+    def key(self) -> Key:
         """Equal for candidates that are the same run."""
         return _key(self.options, recompute=self.recompute)
 
@@ -241,11 +247,12 @@ class Search:
         self.exact = exact
         self.estimator = Estimator(scenario)
         self.dimensions = _ways_to_divide(scenario) if divide_only else dimensions(scenario, given, self.estimator)
+        self._read = [self._dimensions_of(each) for each in self.dimensions[0]]
         self._strides: dict[tuple[int, str], int | None] = {}
         self._chosen: dict[Choice, Candidate | None] = {}
-        self._candidates: dict[str, Candidate | None] = {}
-        self._found: dict[str, tuple[Choice, Forecast]] = {}  # estimates
-        self._forecasts: dict[str, Forecast] = {}
+        self._candidates: dict[Key, Candidate | None] = {}
+        self._found: dict[Key, tuple[Choice, Forecast]] = {}  # estimates
+        self._forecasts: dict[Key, Forecast] = {}
 
     @property
     def estimates(self) -> list[Forecast]:
@@ -267,17 +274,29 @@ class Search:
     def neighbors(self, choice: Choice) -> Iterator[Choice]:
         """Choices that differ in one dimension: in any place, else in the next alternative.
 
-        One that does not fit also differs in other dimensions, which make it smaller.
+        One that does not fit also differs in other dimensions, which make it smaller, in two ways: by small changes,
+        and by any.
         """
         for number, found in enumerate(self.dimensions):
-            near = range(len(found)) if number == 0 else (choice[number] - 1, choice[number] + 1)
-            for index in near:
+            indices = range(len(found)) if number == 0 else (choice[number] - 1, choice[number] + 1)
+            for index in indices if number in self._read[choice[0]] else ():
                 other = (*choice[:number], index, *choice[number + 1 :])
                 if index in range(len(found)) and (candidate := self.candidate(other)) is not None:
-                    yield self._smaller(other, candidate, number)
+                    yield from dict.fromkeys(
+                        self._smaller(other, candidate, number, near=near) for near in (True, False)
+                    )
+
+    def _dimensions_of(self, place: Mapping[str, Any]) -> set[int]:
+        """Numbers of the dimensions that a place for the state reads."""
+        changes = place if "nvme_path" in place else {**place, "nvme_path": SOME_DISK}
+        options = Options(**changes)
+        unread = {name for name in OPTION_NAMES if not options.reads(name)}
+        return {number for number, found in enumerate(self.dimensions) if any(found[0].keys() - unread)}
 
     def candidate(self, choice: Choice) -> Candidate | None:
         """The memory of a choice; None for options that exclude each other, or have no effect together."""
+        read = self._read[choice[0]]
+        choice = tuple(index if number in read else 0 for number, index in enumerate(choice))
         if choice not in self._chosen:
             self._chosen[choice] = self._candidate(choice)
         return self._chosen[choice]
@@ -333,7 +352,7 @@ class Search:
         (key,) = (key for key, (_, found) in self._found.items() if found is estimate)
         return self._forecast(self._candidate_of(key))
 
-    def _candidate_of(self, key: str) -> Candidate:
+    def _candidate_of(self, key: Key) -> Candidate:
         candidate = self._candidates[key]
         assert candidate is not None
         return candidate
@@ -380,14 +399,14 @@ class Search:
         """The fastest plan that fits; None if none fits.
 
         It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``;
-        then by walks in each place. Of plans that are hardly slower, it returns the one that is nearest to AdamW.
+        then by walks in each place. Of plans that are hardly slower, the one that is nearest to AdamW is returned.
 
         Args:
             rows: also find the fastest one of each place.
         """
         for choice in self.starts():
             self.simulate(choice, within=self._of_interest(rows))
-        explored: set[str] = set()
+        explored: set[Key] = set()
         not_faster = 0
         while self._found:
             best = min(self.estimates, key=lambda each: each.step_s)
@@ -405,11 +424,26 @@ class Search:
             not_faster = not_faster + 1 if min(each.step_s for each in self.estimates) == best.step_s else 0
         for choice in self.starts():
             self._walk(choice, rows=rows)
+        return self._nearest_of_fastest()
+
+    def _nearest_of_fastest(self) -> Forecast | None:
+        """Of plans that are hardly slower than the fastest one, the one that is nearest to AdamW.
+
+        Estimates say which ones to forecast: one for each departure from AdamW.
+        """
         while self._found:
-            found = self.forecast(min(as_fast(self.estimates), key=_departure))
-            if found.fits:
-                return found
-            self._drop(found)
+            fastest = self.forecast(min(self.estimates, key=lambda each: each.step_s))
+            if not fastest.fits:
+                self._drop(fastest)
+                continue
+            tried: set[tuple[int, int]] = set()
+            for estimate in sorted(as_fast(self.estimates), key=_departure):
+                if (departure := _departure(estimate)[:2]) not in tried:
+                    tried.add(departure)
+                    found = self.forecast(estimate)
+                    if found.fits and found.step_s * (1 - WORTH_IT) <= fastest.step_s:
+                        return found
+            return fastest
         return None
 
     def _of_interest(self, rows: bool) -> float:
@@ -432,10 +466,10 @@ class Search:
         """
         for choice in self.starts():
             self.simulate(choice)
-        explored: set[str] = set()
+        explored: set[Key] = set()
         while keys := self._on_frontiers() - explored:
             explored |= keys
-            for key in sorted(keys):
+            for key in [key for key in self._found if key in keys]:
                 for choice in self.neighbors(self._found[key][0]):
                     self.simulate(choice)
         return self.estimates
@@ -476,7 +510,7 @@ class Search:
                     other = (*choice[:number], index, *choice[number + 1 :])
                     self.simulate(other, beaten=True, within=min(found.step_s, self._of_interest(rows)))
 
-    def _on_frontiers(self) -> set[str]:
+    def _on_frontiers(self) -> set[Key]:
         best = [each for memory in (device_first, host_first) for each in chain(self.estimates, memory)]
         return {key for key, (_, found) in self._found.items() if any(found is each for each in best)}
 
@@ -507,25 +541,46 @@ class Search:
             self._strides[key] = resolved.stride
         return replace(options, update_stride=self._strides[key])
 
-    def _smaller(self, choice: Choice, candidate: Candidate, fixed: int) -> Choice:
+    def _smaller(self, choice: Choice, candidate: Candidate, fixed: int, *, near: bool = False) -> Choice:
         """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another.
 
         The place and the dimension ``fixed`` stay.
+
+        Args:
+            near: try the next alternatives of a dimension only, as often as that helps.
         """
         before = None
+        read = self._read[choice[0]] - {0, fixed}
         while candidate.missing and candidate.missing != before:
             before = candidate.missing
-            for number, found in enumerate(self.dimensions[1:], start=1):
-                for index in range(len(found)) if number != fixed and candidate.missing else ():
+            for number in sorted(read):
+                count, at = len(self.dimensions[number]), choice[number]
+                for index in (at - 1, at + 1) if near else range(count):
+                    if not candidate.missing or not 0 <= index < count:
+                        continue
                     other = (*choice[:number], index, *choice[number + 1 :])
                     changed_one = self.candidate(other)
                     if changed_one is not None and changed_one.missing < candidate.missing:
                         choice, candidate = other, changed_one
         return choice
 
+    @cached_property
+    def _may_keep_activations(self) -> bool:
+        """Whether a plan fits without recomputation."""
+        numbers = [number for number, found in enumerate(self.dimensions) if {"recompute": False} in found]
+        for number in numbers:
+            for start in range(len(self.dimensions[0])):
+                choice = (start, *(0 for _ in self.dimensions[1:]))
+                if (candidate := self.candidate(choice)) is None:
+                    continue
+                fitting = self.candidate(self._smaller(choice, candidate, number))
+                if fitting is not None and not fitting.missing:
+                    return True
+        return False
+
     def _is_ideal(self, found: Forecast) -> bool:
         """Return whether the device waits for nothing, and recomputes nothing that it might not."""
-        return found.is_free and (not found.recompute or self.scenario.recompute is True)
+        return found.is_free and not (found.recompute and self._may_keep_activations)
 
     def _beaten(self, candidate: Candidate) -> bool:
         """Whether plans in which the device does not wait need less of each memory: more memory saves no time."""
@@ -540,8 +595,8 @@ def _departure(found: Forecast) -> tuple[int, int, float]:
     return len(found.departures), Options.from_keywords(**found.options).longest_window, found.step_s
 
 
-def _key(options: Options, *, recompute: bool) -> str:
-    return repr((changed(options), recompute))
+def _key(options: Options, *, recompute: bool) -> Key:
+    return (*_VALUES(options), recompute)
 
 
 def as_fast(forecasts: Collection[Forecast]) -> list[Forecast]:
