@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -340,7 +342,8 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
-    # Without the tokens of a step, the device's own work hides nothing: the update alone is made short.
+    if options.tokens_per_step is None:  # the device's own work is not known: the update alone is made short
+        machine = replace(machine, device_flops=math.inf)
     scenario = forecast.Scenario(
         model=shape_of(specs_of(pairs)),
         hardware=machine,

@@ -118,7 +118,8 @@ def test_attention_work_follows_the_sequence(capsys: pytest.CaptureFixture[str])
         seconds = flops / (0.4 * 989e12) + 28 * found["parameters"] / 4800e9
         assert found["policies"][0]["step_s"] == pytest.approx(seconds, rel=0.01)
     assert answer([*SMALL, "--policy", "resident"], capsys)["sequence"] == 1024
-    assert zf.plan("llama2-7b", "h200", tokens=8192, policy="resident")["sequence"] == 4096  # its context
+    assert zf.plan("llama2-7b", "h200", tokens=8192, policy="resident")["sequence"] == 2048
+    assert zf.plan("llama2-7b", "h200", tokens=8192, policy="resident", sequence=4096)["sequence"] == 4096
     assert main.main([*arguments, "--sequence", "512"]) == 0
     assert "in sequences of 512" in " ".join(capsys.readouterr().out.split())
 

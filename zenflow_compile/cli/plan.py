@@ -234,6 +234,8 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
 def _print_explained(explained: Mapping[str, Any], console: Console) -> None:
     for line in explained.get("explained", ()):
         console.print(Text(line))
+    if "stride" in explained:
+        console.print(Text(explained["stride"]))
     if "smallest_interval" in explained:
         none = "none is found; raise topk_ratio, device_share or the tokens of a step"
         found = explained["smallest_interval"] or none

@@ -123,7 +123,9 @@ def weights(forecasts: Sequence[Forecast]) -> Table:
 
 def made_table(title: str, caption: str) -> Table:
     """An empty table in the style of all of them."""
-    table = Table(title=title, caption=caption, min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, caption=caption, min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     table.title_justify = table.caption_justify = "left"
     return table
 

@@ -430,8 +430,9 @@ def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
     """The equations of ``found`` with their numbers, without those whose value is zero.
 
     Returns:
-        ``explained``, one per line; ``smallest_interval``, the shortest update window that is found whose simulated
-        stall is at most ``WORTH_IT`` of the step, or None: not there if the step waits for host updates anyway.
+        ``explained``, one per line; ``stride``, of a plan with one: what Equation 1 would choose;
+        ``smallest_interval``, the shortest update window that is found whose simulated stall is at most ``WORTH_IT`` of
+        the step, or None: not there if the step waits for host updates anyway.
     """
     options, hardware = Options.from_keywords(**found.options), scenario.hardware
     scenario = replace(scenario, recompute=found.recompute)
@@ -456,30 +457,24 @@ def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
         TRAFFIC,
         *roofline(moved.blocking),
     )
-    explained: dict[str, Any] = {
-        "explained": [each.line(values) for each in equations if each.of(values)] + _stride(found, options, scenario)
-    }
+    explained: dict[str, Any] = {"explained": [each.line(values) for each in equations if each.of(values)]}
+    explained |= _stride(found, options, scenario)
     if waits:
         return explained
     bound = limit_of(moved, rates, device_ms=1e3 * device / (1 - WORTH_IT)).smallest_interval
     return explained | {"smallest_interval": None if bound is None else _smallest_interval(options, scenario, bound)}
 
 
-def _stride(found: Forecast, options: Options, scenario: Scenario) -> list[str]:
-    """How a stride differs from that of Equation 1, as a sentence; none for a plan without a stride."""
+def _stride(found: Forecast, options: Options, scenario: Scenario) -> dict[str, str]:
+    """How a stride differs from that of Equation 1, as a sentence; empty for a plan without a stride."""
     if options.stride is None:
-        return []
-    by_equation = resolve_stride(
-        replace(options, update_stride="auto"), scenario.hardware, scenario.model.params
-    ).stride
+        return {}
+    hardware, specs = scenario.hardware, scenario.model.params
+    by_equation = resolve_stride(replace(options, update_stride="auto"), hardware, specs).stride
     step_s = forecast(replace(options, update_stride=by_equation), scenario).step_s
-    chosen = _named_stride(options.stride)
-    faster = (
-        "" if options.stride == by_equation else f", {step_s / found.step_s - 1:.1%} more than with the chosen {chosen}"
-    )
-    return [
-        f"update_stride = {chosen}; with Equation 1's {_named_stride(by_equation)} a step takes {step_s:.4g} s{faster}"
-    ]
+    chosen, equation = _named_stride(options.stride), _named_stride(by_equation)
+    slower = "" if options.stride == by_equation else f", {step_s / found.step_s - 1:.1%} longer"
+    return {"stride": f"update_stride: {chosen}; with Equation 1's {equation} a step takes {step_s:.4g} s{slower}"}
 
 
 def _named_stride(stride: int | None) -> str:

@@ -185,7 +185,7 @@ def simulate(
         given: other arguments of ``plan``, with the same errors; ``policy`` is ``"zenflow"`` by default, and one.
             Nothing is searched: ``recompute`` is False by default, and a step has one micro-batch.
     """
-    scenario = scenario_of(model, hardware, **{"recompute": False} | given)
+    scenario = scenario_of(model, hardware, **given)
     if scenario.policy == "auto":
         raise ValueError('policy="auto" is not one policy to simulate; pass one, or the options that plan() recommends')
     if scenario.recompute is None:
@@ -231,7 +231,7 @@ def scenario_of(
     nodes: int = 1,
     policy: str = "zenflow",
     implicit: bool = False,
-    recompute: bool | None = None,
+    recompute: bool | None = False,
     epoch_tokens: float | None = None,
     device_bytes: float | None = None,
     host_bytes: float | None = None,

@@ -31,6 +31,7 @@ from zenflow_compile.prediction.forecast import (
     departures,
     forecast,
     needs,
+    node_plan,
     resolve_stride,
 )
 from zenflow_compile.prediction.strides import STRIDES
@@ -484,13 +485,9 @@ class Search:
         of_best = {key for key, plan in self._forecasts.items() if plan is best}
         plans = []
         for start in self.starts():
-            known = [
-                (key not in of_best, plan.step_s, key)
-                for key, (choice, plan) in self._found.items()
-                if choice[0] == start[0]
-            ]
-            ordered = [self._candidate_of(key) for _, _, key in sorted(known)]
-            fitting = (plan for candidate in ordered if (plan := self._forecast(candidate)).fits)
+            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == start[0]}
+            ordered = sorted(known, key=lambda key: (key not in of_best, known[key].step_s))
+            fitting = (plan for key in ordered if (plan := self._forecast(self._candidate_of(key))).fits)
             candidate = self.candidate(start)
             assert candidate is not None
             plans.append(next(fitting, None) or self._forecast(candidate))
@@ -620,7 +617,8 @@ def chain(forecasts: Collection[Forecast], memory: Memory) -> list[Forecast]:
     last = min(forecasts, key=lambda each: (memory(each)[0], each.step_s, memory(each)[1]))
     kept = [first]
     for each in sorted(forecasts, key=lambda each: (each.step_s, *memory(each))):
-        if memory(each)[0] <= memory(kept[-1])[0] - ALIKE * memory(first)[0] and each.step_s > first.step_s:
+        less = memory(kept[-1])[0] - memory(each)[0]
+        if less > 0 and less >= ALIKE * memory(first)[0] and each.step_s > first.step_s:
             kept.append(each)
     if memory(kept[-1])[0] > memory(last)[0]:
         kept.append(last)
@@ -782,7 +780,11 @@ def divide(scenario: Scenario) -> Forecast:
     """The fastest way to divide the tokens of a step under the scenario's options; the nearest to fitting if none fits.
 
     ``update_stride`` is resolved.
+
+    Raises:
+        ValueError: the model cannot have the options.
     """
+    node_plan(scenario.options, replace(scenario, recompute=False))
     search = Search(scenario, divide_only=True)
     best = search.fastest()
     return search.by_place(None)[0] if best is None else best
