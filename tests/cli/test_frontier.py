@@ -12,6 +12,7 @@ import pytest
 
 import zenflow_compile as zf
 from zenflow_compile.cli import main
+from zenflow_compile.cli.plan_report import missing
 from zenflow_compile.performance import models
 
 # Few plans: what is given is not searched.
@@ -100,10 +101,10 @@ def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.C
     assert large["best"] is None
     assert large["shortages"]["host"] > 0
     text = printed(MODELS, capsys)
-    assert re.search(r"qwen3-0\.6b\s+0\.60 .* yes\n", text)
+    assert re.search(r"qwen3-0\.6b +1 .* yes *\n", text)
     said = " ".join(text.split())
-    assert f"llama3-70b, 70.55e9: the nearest plan lacks GB: {large['shortages']['host'] / 1e9:.1f} on host." in said
-    assert f"It would fit with {large['fits_with']['host']['host'] / 1e9:.1f} GB of host memory" in said
+    assert f"llama3-70b: the nearest plan lacks GB: {missing(large['shortages'])}. One fits with " in said
+    assert f"{large['fits_with']['host'] / 1e9:.1f} GB of host memory" in said
     assert 'qwen3-0.6b: {"policy": "resident"}' in text
 
 

@@ -19,7 +19,7 @@ from zenflow_compile.checks.validate import printable
 from zenflow_compile.performance.traffic import Sharing
 from zenflow_compile.prediction.forecast import GRADIENTS, SOME_DISK, STATE, Combination, Forecast, Scenario, changed
 from zenflow_compile.prediction.predict import Prediction
-from zenflow_compile.prediction.search import Candidate, Fit, Frontier, Memory, device_first, host_first
+from zenflow_compile.prediction.search import Fit, Frontier, Memory, device_first, host_first
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -292,14 +292,14 @@ def print_models(fits: Sequence[Fit], console: Console) -> None:
     )
     table = made_table("Models", f"GB; the fastest plan that fits. {_DIVIDED} {_EXACT}")
     table.add_column("model", no_wrap=True)
-    for column in ("1e9", "micro", "step", "tokens/s", "device", "host", "disk", "AdamW"):
+    for column in ("micro", "step", "tokens/s", "device", "host", "disk", "AdamW"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in fits:
         if (best := each.best) is not None:
             sizes = (best.device_bytes, best.host_bytes, sum(best.needs.disk.values()))
             times = (divided(best), seconds(best.step_s), f"{best.tokens_per_s:.0f}")
             exact = "yes" if best.exact else "no"
-            table.add_row(*_named(each), *times, *map(gigabytes, sizes), exact)
+            table.add_row(each.scenario.model.name, *times, *map(gigabytes, sizes), exact)
     if table.row_count:
         console.print(table)
         console.print(Text("Options to paste:"))
@@ -310,26 +310,26 @@ def print_models(fits: Sequence[Fit], console: Console) -> None:
     if too_large:
         console.print(Text("Does not fit:"))
     for each in too_large:
-        console.print(Text(f"{each.scenario.model.name}, {each.scenario.model.numel / 1e9:.2f}e9: {reason(each)}"))
-
-
-def _named(each: Fit) -> tuple[str, str]:
-    return each.scenario.model.name, f"{each.scenario.model.numel / 1e9:.2f}"
+        console.print(Text(f"{each.scenario.model.name}: {reason(each)}"))
 
 
 def reason(each: Fit) -> str:
-    """What the nearest plan lacks, and the memory with which one fits."""
-    shortages = each.nearest.needs.shortages(each.scenario.hardware)
-    needed = each.nearest.needs.sums()
-    ways = [_way(memory, candidate) for memory, candidate in each.remedies.items()]
-    ways = ways or [" and ".join(f"{gigabytes(needed[memory])} GB of {memory} memory" for memory in shortages)]
-    return f"the nearest plan lacks GB: {missing(shortages)}. It would fit with {', or with '.join(ways)}."
-
-
-def _way(memory: str, candidate: Candidate) -> str:
-    if memory == "files":
-        return f"{gigabytes(candidate.needs.sums()['disk'])} GB of state in files on a disk"
-    return f"{gigabytes(candidate.needs.sums()[memory])} GB of {memory} memory"
+    """What the nearest plan lacks, and with what one would fit."""
+    hardware, needed = each.scenario.hardware, each.nearest.needs.sums()
+    shortages = each.nearest.needs.shortages(hardware)
+    has = {"device": hardware.device_bytes, "host": hardware.host_bytes, "disk": hardware.disk_bytes or 1.0}
+    more = {memory: size for memory, size in each.remedies.items() if memory in has}
+    ways = []
+    if len(shortages) > 1 or not each.remedies:
+        ways.append(" and ".join(f"{gigabytes(needed[memory])} GB of {memory} memory" for memory in shortages))
+    if more:  # the memory that grows the least
+        memory = min(more, key=lambda memory: more[memory] / has[memory])
+        ways.append(f"{gigabytes(more[memory])} GB of {memory} memory{' alone' if ways else ''}")
+    if "files" in each.remedies:
+        ways.append(f"{gigabytes(each.remedies['files'])} GB of state in files on a disk")
+    if "tokens" in each.remedies:
+        ways.append(f"--tokens {each.remedies['tokens']}")
+    return f"the nearest plan lacks GB: {missing(shortages)}. One fits with {', or with '.join(ways)}."
 
 
 _SIZE = (10.0, 4.5)  # inches

@@ -383,18 +383,35 @@ class Search:
         scenario = replace(self.scenario, recompute=candidate.recompute)
         return self._with_needs(candidate.options, candidate.recompute, needs(candidate.options, scenario))
 
-    def remedies(self) -> dict[str, Candidate]:
-        """By memory, the candidate that fits with the least of it, where the hardware had enough of that one."""
-        hardware = self.scenario.hardware
-        found: dict[str, Candidate] = {}
-        for candidate in self._candidates.values():
-            shortages = {} if candidate is None else candidate.needs.shortages(hardware)
-            if candidate is None or len(shortages) != 1:
-                continue
-            ((memory, missing),) = shortages.items()
-            if memory not in found or missing < found[memory].missing:
-                found[memory] = candidate
-        return {memory: self._exactly(candidate) for memory, candidate in found.items()}
+    def remedies(self) -> dict[str, int]:
+        """By memory, the least bytes of it with which a plan fits, if the hardware has enough of the others."""
+        found = {memory: self._least(memory) for memory in ("device", "host", "disk")}
+        return {memory: each.needs.sums()[memory] for memory, each in found.items() if each is not None}
+
+    def _least(self, memory: str) -> Candidate | None:
+        """The plan that needs the least of one memory, and fits the others; None if all lack others, or none lacks it.
+
+        It begins with the best one that is known, and changes one dimension after another.
+        """
+
+        def cost(candidate: Candidate) -> tuple[int, int]:
+            shortages = candidate.needs.shortages(self.scenario.hardware)
+            others = sum(size for name, size in shortages.items() if name != memory)
+            return others, candidate.needs.sums()[memory]
+
+        known = {choice: candidate for choice, candidate in self._chosen.items() if candidate is not None}
+        choice = min(known, key=lambda choice: cost(known[choice]))
+        best, before = known[choice], None
+        while best is not before:
+            before = best
+            for number in sorted(self._read[choice[0]] - {0}):
+                for index in range(len(self.dimensions[number])):
+                    other = (*choice[:number], index, *choice[number + 1 :])
+                    candidate = self.candidate(other)
+                    if candidate is not None and cost(candidate) < cost(best):
+                        choice, best = other, candidate
+        exact = self._exactly(best)
+        return exact if exact.needs.shortages(self.scenario.hardware).keys() == {memory} else None
 
     def fastest(self, *, rows: bool = False) -> Forecast | None:
         """The fastest plan that fits; None if none fits.
@@ -708,14 +725,14 @@ class Fit:
 
     Attributes:
         best: its fastest plan, None if none fits. nearest: the plan that lacks the fewest bytes.
-        remedies: if none fits, by memory the plan that fits with the least of it; ``"files"``: one with state in files
-            on hardware without a disk.
+        remedies: if none fits, what one would fit with: by memory its least bytes, ``"files"`` on a disk where the
+            hardware has none, and ``"tokens"`` of a step.
     """
 
     scenario: Scenario
     best: Forecast | None
     nearest: Candidate
-    remedies: Mapping[str, Candidate]
+    remedies: Mapping[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: bytes, seconds, tokens per second."""
@@ -725,7 +742,7 @@ class Fit:
             "parameters": self.scenario.model.numel,
             "best": best,
             "shortages": self.nearest.needs.shortages(self.scenario.hardware),
-            "fits_with": {memory: each.needs.sums() for memory, each in self.remedies.items()},
+            "fits_with": dict(self.remedies),
         }
 
 
@@ -733,20 +750,40 @@ def fit(scenario: Scenario, given: Collection[str] = (), *, exact: bool = False)
     """The fastest plan of a model on given hardware; arguments and errors as for ``frontier``."""
     search = Search(scenario, given, exact=exact)
     best = search.fastest()
-    remedies = {} if best is not None else search.remedies() | _with_a_disk(scenario, given, exact=exact)
-    return Fit(scenario, best, search.nearest(), remedies)
+    if best is not None:
+        return Fit(scenario, best, search.nearest(), {})
+    near = search.nearest()
+    remedies = search.remedies() | _with_a_disk(scenario, given, exact=exact)
+    if near.needs.shortages(scenario.hardware).keys() == {"device"}:
+        remedies |= _with_fewer_tokens(scenario, given, exact=exact)
+    return Fit(scenario, None, near, remedies)
 
 
-def _with_a_disk(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, Candidate]:
-    """The plan with state in files that fits if hardware without a disk has one."""
+def _with_a_disk(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+    """Bytes of state in files with which a plan fits if hardware without a disk has one."""
     if scenario.hardware.disk_read is not None or "offload_device" in given:
         return {}
     hardware = replace(scenario.hardware, disk_read=1.0, disk_write=1.0, disk_bytes=math.inf)
     options = replace(scenario.options, nvme_path=SOME_DISK)
-    search = Search(replace(scenario, hardware=hardware, options=options), given, exact=exact)
-    fitting = [search.candidate(choice) for choice in search.starts()]
-    nearest = min((each for each in fitting if each is not None), key=lambda each: each.missing, default=None)
-    return {} if nearest is None or nearest.missing else {"files": nearest}
+    fitting = _fits(replace(scenario, hardware=hardware, options=options), given, exact=exact)
+    return {} if fitting is None else {"files": fitting.needs.sums()["disk"]}
+
+
+def _with_fewer_tokens(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+    """Tokens of a step with which a plan fits: a half, a quarter and so on, down to a sequence."""
+    tokens = scenario.tokens // 2
+    while tokens >= max(1, scenario.model.context):
+        if _fits(replace(scenario, tokens=tokens), given, exact=exact) is not None:
+            return {"tokens": tokens}
+        tokens //= 2
+    return {}
+
+
+def _fits(scenario: Scenario, given: Collection[str], *, exact: bool) -> Candidate | None:
+    """A plan that fits, of those that a search begins with."""
+    search = Search(scenario, given, exact=exact)
+    found = (search.candidate(choice) for choice in search.starts())
+    return next((each for each in found if each is not None and not each.missing), None)
 
 
 def kept_by_auto(options: Options) -> set[str]:
