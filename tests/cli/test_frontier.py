@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -114,6 +115,25 @@ def test_host_memory_decides_what_fits(monkeypatch: pytest.MonkeyPatch, capsys: 
     (little,), (enough,) = (answer([*given, "--host-memory", size], capsys)["models"] for size in ("24GB", "96GB"))
     assert (little["best"], list(little["shortages"])) == (None, ["host"])
     assert enough["best"]["fits"]
+
+
+def test_search_shows_its_progress_at_a_terminal(two_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", shown[0])
+    monkeypatch.setattr(sys, "stderr", shown[1])
+    assert main.main(MODELS) == 0
+    assert "Searching plans" in shown[1].getvalue()
+    assert "Searching plans" not in shown[0].getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_piped_answer_has_no_progress(two_models: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(MODELS) == 0
+    assert capsys.readouterr().err == ""
 
 
 def drawn(path: Path) -> str:

@@ -73,6 +73,10 @@ _OF_KINDS = attrgetter(*(name for name in OPTION_NAMES if name not in _NOT_OF_KI
 _Group = tuple[int, Side, bool]
 
 
+def _number(group: _Group) -> int:
+    return 2 * (len(Side) * group[0] + group[1]) + group[2]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedPlan(Plan):
     """A plan in which each parameter stands for as many equal ones as ``counts`` says, without their order.
@@ -151,6 +155,7 @@ class Estimator:
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._weights: dict[tuple[object, ...], WeightMemory | None] = {}
         self._placed: dict[tuple[object, ...], _Placed] = {}
+        self._numbers: dict[tuple[int, int], ParamPlan] = {}
         self._plans: dict[tuple[object, ...], CountedPlan] = {}
         self._needs: dict[tuple[int, bool], MemoryNeeds] = {}  # but for activations and the window of files
         self._activations: dict[tuple[int, bool], int] = {}
@@ -164,8 +169,9 @@ class Estimator:
         scenario = replace(self._scenario, recompute=recompute)
         if self.is_exact:
             return needs(options, scenario)
-        plan = self._plan(options, recompute=recompute)
-        key = (id(self._counted(options, recompute=recompute)), plan.micro_batches > 1)
+        counted = self._counted(options, recompute=recompute)
+        plan = self._of_run(counted, options)
+        key = (id(counted), plan.micro_batches > 1)
         if key not in self._needs:
             self._needs[key] = needs_in(scenario, plan)
         found, tokens = self._needs[key], -(-scenario.tokens // plan.micro_batches)
@@ -206,29 +212,41 @@ class Estimator:
         return self._of_options[key]
 
     def _plan(self, options: Options, *, recompute: bool) -> CountedPlan:
-        counted = self._counted(options, recompute=recompute)
+        return self._of_run(self._counted(options, recompute=recompute), options)
+
+    def _of_run(self, counted: CountedPlan, options: Options) -> CountedPlan:
         return replace(counted, host_window_bytes=options.host_window_bytes, micro_batches=micro_batches(options))
 
     def _counted(self, options: Options, *, recompute: bool) -> CountedPlan:
         placed, kinds = self._place(options, recompute=recompute), self.kinds(options)
         key = (id(placed), id(kinds))  # both are kept
         if key not in self._plans:
-            cut, weights = placed.layout.cut, placed.weights
-            params = [kinds.planned(kind, side, cut) for kind, side, _ in placed.counts]
+            weights = placed.weights
+            params = tuple(self._numbered(kinds, group, placed.layout.cut) for group in placed.counts)
             check_state_forms(params, options)
             streamed: Counter[int] = Counter()
+            of_kind = {kind for _, kind in placed.streamed}
+            sizes = {kind: kinds.planned(kind, Side.STREAMED, 0).whole_state_bytes for kind in of_kind}
             for number, kind in placed.streamed:
-                streamed[number] += kinds.planned(kind, Side.STREAMED, 0).whole_state_bytes
-            loaded = frozenset(number for number, (_, _, loads) in enumerate(placed.counts) if loads)
+                streamed[number] += sizes[kind]
+            loaded = frozenset(_number(group) for group in placed.counts if group[2])
             self._plans[key] = CountedPlan(
                 policy=options.policy,
-                params=tuple(replace(param, index=number) for number, param in enumerate(params)),
+                params=params,
                 adaptive=options.adaptive,
                 weights=None if weights is None else replace(weights, offloaded=loaded, reloaded=frozenset()),
                 counts=tuple(placed.counts.values()),
                 streamed=tuple(streamed.values()),
             )
         return self._plans[key]
+
+    def _numbered(self, kinds: Kinds, group: _Group, cut: int) -> ParamPlan:
+        """The plan of a group, whose number is its index."""
+        param = kinds.planned(group[0], group[1], cut)
+        key = (id(param), _number(group))
+        if key not in self._numbers:
+            self._numbers[key] = replace(param, index=key[1])
+        return self._numbers[key]
 
     def _place(self, options: Options, *, recompute: bool) -> _Placed:
         where = _LAYING_OUT(options)
