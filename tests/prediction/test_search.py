@@ -252,6 +252,14 @@ def test_recomputation_where_nothing_else_fits() -> None:
     assert not divided(resident_bytes(8, recompute=True) - 1).fits
 
 
+def test_search_goes_on_while_it_recomputes() -> None:
+    """A plan that recomputes waits for nothing; others that do not, with micro-batches, are faster."""
+    run = scenario(Options(), named_hardware("rtx-4090"), replace(named_model("qwen3-0.6b"), context=2048))
+    best = fit(replace(run, tokens=8192, recompute=None, divided=True)).best
+    assert best is not None
+    assert (best.micro_batches, best.recompute) == (2, False)
+
+
 def test_given_division_is_kept() -> None:
     roomy = resident_bytes(1, recompute=False)
     run = scenario(replace(RESIDENT, gradient_accumulation_steps=4), replace(SLOW_HOST, device_bytes=roomy), llama())
