@@ -253,8 +253,8 @@ def test_recomputation_where_nothing_else_fits() -> None:
 
 
 def test_search_goes_on_while_it_recomputes() -> None:
-    """A plan that recomputes waits for nothing; others that do not, with micro-batches, are faster."""
-    run = scenario(Options(), named_hardware("rtx-4090"), replace(named_model("qwen3-0.6b"), context=2048))
+    """Plans that recompute wait for nothing; another one, in micro-batches, is faster."""
+    run = scenario(Options(), named_hardware("rtx-4090"), replace(named_model("llama3.2-1b"), context=2048))
     best = fit(replace(run, tokens=8192, recompute=None, divided=True)).best
     assert best is not None
     assert (best.micro_batches, best.recompute) == (2, False)
