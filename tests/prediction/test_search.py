@@ -19,6 +19,7 @@ from zenflow_compile.performance.models import ModelShape, shape_of
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.prediction.dimensions import Dimension, dimensions
 from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import (
     WORTH_IT,
@@ -32,7 +33,6 @@ from zenflow_compile.prediction.forecast import (
 from zenflow_compile.prediction.predict import predict
 from zenflow_compile.prediction.search import (
     ALIKE,
-    Dimension,
     Fit,
     Frontier,
     Memory,
@@ -40,7 +40,6 @@ from zenflow_compile.prediction.search import (
     chain,
     choose,
     device_first,
-    dimensions,
     fit,
     frontier,
     host_first,
