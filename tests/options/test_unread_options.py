@@ -40,7 +40,8 @@ def warned(**options: Any) -> list[str]:
         ({"policy": "zenflow", "nvme_path": "/none"}, ["nvme_path (read by zero_infinity, zenflow with"]),
         ({"policy": "resident", "topk_ratio": 0.2, "weight_grad_bytes": 1 << 30},
          ["topk_ratio (read by zenflow)", "weight_grad_bytes (read by zero_offload, twinflow, "]),
-        ({"policy": "twinflow", "tokens_per_step": 8}, ["tokens_per_step (read by auto, deep_optimizer_states, zenflow)"]),
+        ({"policy": "twinflow", "tokens_per_step": 8},
+         ["tokens_per_step (read by auto, deep_optimizer_states, zenflow)"]),
     ],
 )  # fmt: skip
 def test_one_warning_names_unread_options(options: dict[str, Any], named: list[str]) -> None:
