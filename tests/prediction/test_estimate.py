@@ -58,7 +58,7 @@ def test_step_is_nearly_that_of_a_forecast(options: dict[str, Any], machine: str
     found = estimator.forecast(run.options, estimator.needs(run.options, recompute=True), recompute=True)
     assert found is not None
     expected = forecast(run.options, run)
-    assert found.step_s == pytest.approx(expected.step_s, rel=0.05)
+    assert found.step_s == pytest.approx(expected.step_s, rel=0.06)
     assert (found.micro_batches, found.recompute) == (micro_batches(run.options), True)
     assert found.traffic == pytest.approx(expected.traffic, rel=0.01)
 
