@@ -19,9 +19,10 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -31,9 +32,8 @@ from torch import Tensor
 import zenflow_compile as zf
 from benchmarks.common import Target, option_parser, write_results
 from benchmarks.emulated import EmulatedModel, SlowHost
-from zenflow_compile.options.options import Options
-from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.planning.planners import Kinds, Side
 
 WIDTH = 128
 BATCH = 8
@@ -63,24 +63,15 @@ class Run:
 @contextmanager
 def every_step_on_the_host(active: bool) -> Iterator[None]:
     """While entered, what the zenflow planner would keep on the device gets host windows of one step."""
-    planner = planners._PLANNERS["zenflow"]
+    planned = Kinds.planned
 
-    def plan(resident: Sequence[ParamPlan], on_host: Sequence[ParamPlan], options: Options) -> list[ParamPlan]:
-        plans = planner(resident, on_host, options)
-        offloaded = next(plan for plan in plans if plan.offloaded)
-        return [
-            each
-            if each.offloaded
-            else replace(offloaded, index=each.index, name=each.name, placement=Placement.HOST, k=0, interval=1)
-            for each in plans
-        ]
+    def on_host(kinds: Kinds, kind: int, side: Side, cut: int) -> ParamPlan:
+        if side is not Side.DEVICE:
+            return planned(kinds, kind, side, cut)
+        return replace(planned(kinds, kind, Side.HOST, cut), placement=Placement.HOST, k=0, interval=1)
 
-    if active:
-        planners._PLANNERS["zenflow"] = plan
-    try:
+    with patch.object(Kinds, "planned", on_host) if active else nullcontext():
         yield
-    finally:
-        planners._PLANNERS["zenflow"] = planner
 
 
 def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, float], list[Tensor]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -336,18 +338,20 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     if not _chosen_by_model(options):
         return options
     from zenflow_compile.performance.models import shape_of
-    from zenflow_compile.prediction import forecast, search  # import sympy, which takes a third of a second
+    from zenflow_compile.prediction import forecast, search, strides  # import sympy, which takes a third of a second
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
-    specs = specs_of(pairs)
-    if options.policy != "auto":
-        return forecast.resolve_stride(options, machine, specs)
-    assert options.tokens_per_step is not None
-    model, tokens = shape_of(specs), options.tokens_per_step
-    return search.choose(
-        forecast.Scenario(model=model, hardware=machine, tokens=tokens, options=options, in_backward=in_backward)
+    if options.tokens_per_step is None:  # the device's own work is not known: the update alone is made short
+        machine = replace(machine, device_flops=math.inf)
+    scenario = forecast.Scenario(
+        model=shape_of(specs_of(pairs)),
+        hardware=machine,
+        tokens=options.tokens_per_step or 1,
+        options=options,
+        in_backward=in_backward,
     )
+    return search.choose(scenario) if options.policy == "auto" else strides.fastest_stride(options, scenario)
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:

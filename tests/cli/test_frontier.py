@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import zenflow_compile as zf
 from zenflow_compile.cli import main
+from zenflow_compile.cli.plan_report import missing
 from zenflow_compile.performance import models
 
 # Few plans: what is given is not searched.
@@ -79,8 +81,9 @@ def test_each_gb_less_has_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pasted_options_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     for each in answer(FRONTIER, capsys)["points"]:
-        given = {"device_bytes": 1.9e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
-        (again,) = zf.plan(1e8, "rtx-4090", **given, **each["options"])["policies"]
+        given: dict[str, Any] = {"device_bytes": 1.9e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
+        given |= {"recompute": each["recompute"], "gradient_accumulation_steps": each["micro_batches"]}
+        (again,) = zf.plan(1e8, "rtx-4090", **given | each["options"])["policies"]
         assert again["fits"]
         assert (again["step_s"], again["needs"]) == (each["step_s"], each["needs"])
 
@@ -97,10 +100,12 @@ def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.C
     assert small["best"]["fits"]
     assert small["best"]["options"] == {"policy": "resident"}
     assert large["best"] is None
-    assert large["shortages"]["device"] > 0
+    assert large["shortages"]["host"] > 0
     text = printed(MODELS, capsys)
-    assert re.search(r"qwen3-0\.6b\s+0\.60 .* yes\s+yes", text)
-    assert f"no: {large['shortages']['device'] / 1e9:.1f} on device" in " ".join(text.split())
+    assert re.search(r"qwen3-0\.6b +1 .* yes *\n", text)
+    said = " ".join(text.split())
+    assert f"llama3-70b: the nearest plan lacks GB: {missing(large['shortages'])}. One fits with " in said
+    assert f"{large['fits_with']['host'] / 1e9:.1f} GB of host memory" in said
     assert 'qwen3-0.6b: {"policy": "resident"}' in text
 
 
@@ -110,6 +115,25 @@ def test_host_memory_decides_what_fits(monkeypatch: pytest.MonkeyPatch, capsys: 
     (little,), (enough,) = (answer([*given, "--host-memory", size], capsys)["models"] for size in ("24GB", "96GB"))
     assert (little["best"], list(little["shortages"])) == (None, ["host"])
     assert enough["best"]["fits"]
+
+
+def test_search_shows_its_progress_at_a_terminal(two_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", shown[0])
+    monkeypatch.setattr(sys, "stderr", shown[1])
+    assert main.main(MODELS) == 0
+    assert "Searching plans" in shown[1].getvalue()
+    assert "Searching plans" not in shown[0].getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_piped_answer_has_no_progress(two_models: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(MODELS) == 0
+    assert capsys.readouterr().err == ""
 
 
 def drawn(path: Path) -> str:

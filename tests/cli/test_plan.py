@@ -118,7 +118,8 @@ def test_attention_work_follows_the_sequence(capsys: pytest.CaptureFixture[str])
         seconds = flops / (0.4 * 989e12) + 28 * found["parameters"] / 4800e9
         assert found["policies"][0]["step_s"] == pytest.approx(seconds, rel=0.01)
     assert answer([*SMALL, "--policy", "resident"], capsys)["sequence"] == 1024
-    assert zf.plan("llama2-7b", "h200", tokens=8192, policy="resident")["sequence"] == 4096  # its context
+    assert zf.plan("llama2-7b", "h200", tokens=8192, policy="resident")["sequence"] == 2048
+    assert zf.plan("llama2-7b", "h200", tokens=8192, policy="resident", sequence=4096)["sequence"] == 4096
     assert main.main([*arguments, "--sequence", "512"]) == 0
     assert "in sequences of 512" in " ".join(capsys.readouterr().out.split())
 
@@ -325,6 +326,27 @@ def test_explain_has_the_smallest_interval(
     said = f"smallest update_interval with a stall of at most 1%, by simulation: {smallest or 'none'}"
     assert said in " ".join(capsys.readouterr().out.split())
     assert "smallest_interval" not in answer([*arguments, "zero_offload"], capsys)
+
+
+def test_explain_compares_the_stride_with_the_equation(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*SMALL, "--policy", "deep_optimizer_states", "--explain"]
+    said = answer(asked, capsys)["stride"]
+    assert re.match(
+        r"update_stride: (\d+|none \(nothing is streamed\)); with Equation 1's .* a step takes [\d.]+ s", said
+    )
+    assert main.main(asked) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_tokens_of_a_step_are_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without recomputation, or with a given number of micro-batches, as it is said."""
+    tight = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--policy", "resident", "--device-memory", "9GB"]
+    found = answer(tight, capsys)
+    assert (found["micro_batches"], found["recompute"]) == (2, False)
+    assert answer([*tight, "--recompute"], capsys)["recompute"] is True
+    assert answer([*tight, "--gradient-accumulation-steps", "4"], capsys)["micro_batches"] == 4
+    assert main.main(tight) == 0
+    assert "with 2 micro-batches of 4096 tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def test_explain_has_no_interval_if_blocking() -> None:

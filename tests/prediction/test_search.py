@@ -19,7 +19,17 @@ from zenflow_compile.performance.models import ModelShape, shape_of
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan
-from zenflow_compile.prediction.forecast import WORTH_IT, Forecast, Scenario, changed, forecast, resolve_stride
+from zenflow_compile.prediction.dimensions import Dimension, dimensions
+from zenflow_compile.prediction.estimate import Estimator
+from zenflow_compile.prediction.forecast import (
+    WORTH_IT,
+    Forecast,
+    Scenario,
+    changed,
+    forecast,
+    needs,
+    resolve_stride,
+)
 from zenflow_compile.prediction.predict import predict
 from zenflow_compile.prediction.search import (
     ALIKE,
@@ -30,7 +40,6 @@ from zenflow_compile.prediction.search import (
     chain,
     choose,
     device_first,
-    dimensions,
     fit,
     frontier,
     host_first,
@@ -62,6 +71,11 @@ def only_residents(hardware: Hardware | None = None) -> Frontier:
     given = {"topk_ratio": 0.0, "update_interval": 1, "offload_weights": False}
     fixed = (*given, "gradient_transfer", "update_stride", "offload_device", *FEWER_BYTES)
     return frontier(asked(hardware or machine(), "zenflow", device_share=0.0, **given), fixed)
+
+
+def residents(scenario: Scenario, *given: str) -> Dimension:
+    """Return what is searched for ``device_share``."""
+    return dimensions(scenario, given, Estimator(scenario))[1]
 
 
 def all_forecasts(search: Search) -> list[Forecast]:
@@ -143,10 +157,10 @@ def test_given_options_are_not_searched() -> None:
 
 def test_given_share_is_the_least_resident_one() -> None:
     for given, least in ((("device_share",), [0.5]), ((), [0.0, 0.5])):
-        found = [each["device_share"] for each in dimensions(asked(device_share=0.5), given)[1]]
+        found = [each["device_share"] for each in residents(asked(device_share=0.5), *given)]
         assert [each for each in found if isinstance(each, float)] == least
         assert all(each > 0.5 * 8 * LAYER_STATE for each in found if isinstance(each, int))
-    (given_bytes,) = dimensions(asked(device_share=7), ("device_share",))[1]
+    (given_bytes,) = residents(asked(device_share=7), "device_share")
     assert given_bytes == {"device_share": 7}
 
 
@@ -195,6 +209,99 @@ def test_fit_names_what_is_missing() -> None:
     none = frontier(asked(replace(SLOW, device_bytes=least.device_bytes - 10)))
     assert (none.fastest, none.points) == (None, [])
     assert none.as_dict()["shortages"] == {"device": 10}
+
+
+RESIDENT = Options(policy="resident")
+DIVIDED: dict[str, Any] = {"tokens": 1024, "recompute": None, "divided": True}
+
+
+def resident_bytes(count: int, *, recompute: bool) -> int:
+    """Device memory of a resident run whose steps have so many micro-batches."""
+    options = replace(RESIDENT, gradient_accumulation_steps=count)
+    run = scenario(options, SLOW_HOST, llama(), tokens=1024, recompute=recompute)
+    return needs(options, run).sums()["device"]
+
+
+def divided(device_bytes: int, **options: Any) -> Forecast:
+    (found,) = predict(
+        scenario(
+            replace(RESIDENT, **options),
+            replace(SLOW_HOST, device_bytes=device_bytes),
+            llama(),
+            policy="resident",
+            **DIVIDED,
+        )
+    ).forecasts
+    return found
+
+
+def test_fewest_micro_batches_that_fit() -> None:
+    """Each has a sequence of 128 tokens at least; the device is as fast with few tokens as with many."""
+    for count in (1, 2, 8):
+        found = divided(resident_bytes(count, recompute=False))
+        assert (found.fits, found.micro_batches, found.recompute) == (True, count, False)
+        assert found.micro_batch_tokens == 1024 // count
+
+
+def test_recomputation_where_nothing_else_fits() -> None:
+    least = resident_bytes(8, recompute=False)
+    found = divided(least - 1)
+    assert (found.fits, found.recompute) == (True, True)
+    assert found.step_s > divided(least).step_s
+    assert not divided(resident_bytes(8, recompute=True) - 1).fits
+
+
+def test_search_goes_on_while_it_recomputes() -> None:
+    """Plans that recompute wait for nothing; another one, in micro-batches, is faster."""
+    run = scenario(Options(), named_hardware("rtx-4090"), replace(named_model("llama3.2-1b"), context=2048))
+    best = fit(replace(run, tokens=8192, recompute=None, divided=True)).best
+    assert best is not None
+    assert (best.micro_batches, best.recompute) == (2, False)
+
+
+def test_given_division_is_kept() -> None:
+    roomy = resident_bytes(1, recompute=False)
+    run = scenario(replace(RESIDENT, gradient_accumulation_steps=4), replace(SLOW_HOST, device_bytes=roomy), llama())
+    found = fit(replace(run, tokens=1024, recompute=True), ("gradient_accumulation_steps",)).best
+    assert found is not None
+    assert (found.micro_batches, found.recompute) == (4, True)
+
+
+def test_run_keeps_its_own_accumulation() -> None:
+    """``policy="auto"`` of an optimizer does not ask its program for other micro-batches, or for recomputation."""
+    tight = replace(SLOW_HOST, device_bytes=resident_bytes(1, recompute=True))
+    best = choose(scenario(Options(), tight, llama(), tokens=1024))
+    assert best.policy != "resident"
+    assert best.gradient_accumulation_steps is None
+
+
+def test_remedy_is_the_least_that_fits() -> None:
+    small = replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="zero_offload"), host_bytes=1e6)
+
+    def found(**changes: Any) -> Fit:
+        return fit(scenario(Options(), replace(small, **changes), MODEL, tokens=64), kept_by_auto(Options()))
+
+    remedies = found().remedies
+    assert {"host", "device"} <= remedies.keys()
+    for memory in ("host", "device"):
+        assert found(**{f"{memory}_bytes": remedies[memory]}).best is not None
+        assert found(**{f"{memory}_bytes": remedies[memory] - 1}).best is None
+
+
+def test_state_in_files_is_a_remedy_without_a_disk() -> None:
+    asked = scenario(Options(), replace(SLOW_HOST, device_bytes=bytes_of(SLOW_HOST, policy="zero_offload")), MODEL)
+    diskless = {"disk_read": None, "disk_write": None, "disk_bytes": None, "host_bytes": 100e6}
+    found = fit(replace(asked, hardware=replace(asked.hardware, **diskless)), ("state_dtype", "split_master"))
+    assert found.best is None
+    assert found.remedies["files"] > 0
+
+
+def test_fewer_tokens_are_a_remedy() -> None:
+    half = replace(SLOW_HOST, device_bytes=resident_bytes(2, recompute=True))
+    run = scenario(RESIDENT, half, llama(), policy="resident", tokens=1024, recompute=True)
+    given = ("state_dtype", "offload_weights")
+    assert fit(run, given).remedies["tokens"] == 512
+    assert fit(replace(run, tokens=512), given).best is not None
 
 
 def test_fewer_bytes_fit_where_fp32_does_not() -> None:

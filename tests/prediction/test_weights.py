@@ -150,7 +150,8 @@ def test_memory_of_offloaded_weights_by_hand() -> None:
 def test_device_memory_is_monotone_in_the_budget(policy: str) -> None:
     """All of it but the staging buffers of ``resident``: large weights that are kept need none."""
     budgets = range(END, ALL + 3_000_000, 3_000_000)
-    needs = [predicted(policy=policy, offload_weights=each)["needs"]["device"] for each in budgets]
+    undivided = {"policy": policy, "recompute": False, "gradient_accumulation_steps": 1}
+    needs = [predicted(**undivided, offload_weights=each)["needs"]["device"] for each in budgets]
     if policy == "resident":
         needs = [each | {"rings and buffers": 0} for each in needs]
     needed = [sum(each.values()) for each in needs]

@@ -96,8 +96,10 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", type=int, metavar="N", help="devices of a node in use (all of the hardware's)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="equal nodes, connected by a network (1)")
-    parser.add_argument("--tokens", type=int, default=_TOKENS, help=f"per device and step ({_TOKENS})")
-    parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sequence (the model's context)")
+    parser.add_argument("--tokens", type=int, default=_TOKENS, help=f"per device and optimizer step ({_TOKENS})")
+    parser.add_argument(
+        "--sequence", type=int, metavar="N", help="tokens of a sequence (2048, or the model's context if it is shorter)"
+    )
     parser.add_argument("--dtype", metavar="{bf16,fp16,fp32}", help="of the weights (the model's own, or bf16)")
     parser.add_argument("--epoch-tokens", type=float, metavar="N", help="tokens of an epoch, for its hours")
     parser.add_argument(
@@ -106,7 +108,9 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="optimizer in backward: torch.compile(..., options=...) without an optimizer object",
     )
     parser.add_argument(
-        "--recompute", action="store_true", help="recompute activations in the backward (checkpoint every layer)"
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        help="recompute activations in the backward, checkpointing every layer (where that makes the fastest step)",
     )
     parser.add_argument("--policy", default="auto", help="auto (all policies, and the fastest that fits) or one policy")
     for name, text in FLAGS.items():

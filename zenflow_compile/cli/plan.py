@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import track
 from rich.text import Text
 
 from zenflow_compile.checks.validate import check_positive, printable
@@ -27,10 +33,13 @@ from zenflow_compile.performance import hardware, models
 from zenflow_compile.performance.hardware import Hardware, hardware_of
 from zenflow_compile.prediction.forecast import Combination, Scenario, bytes_per_parameter, explain
 from zenflow_compile.prediction.predict import Prediction, predict, scenario_of, timeline
-from zenflow_compile.prediction.search import fit, frontier
+from zenflow_compile.prediction.search import Fit, fit, frontier
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
 _SCENARIO = ("tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens")
+
+
+_MODELS_OF_A_PROCESS = 8  # a process starts in about the time of two models
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -43,7 +52,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         scenario = _scenario(options, _model(options), _hardware(options))
         if options.frontier:
             return _frontier(scenario, options)
-        prediction = predict(scenario)
+        with _status(options):
+            prediction = predict(scenario)
     except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     if options.trace is not None:
@@ -77,7 +87,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _combinations(prediction: Prediction) -> list[Combination]:
-    return bytes_per_parameter(Options.from_keywords(**prediction.shown.options), prediction.scenario)
+    scenario = replace(prediction.scenario, recompute=prediction.shown.recompute)
+    return bytes_per_parameter(Options.from_keywords(**prediction.shown.options), scenario)
 
 
 def _bytes(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
@@ -86,7 +97,8 @@ def _bytes(options: argparse.Namespace, prediction: Prediction) -> dict[str, Any
 
 
 def _frontier(scenario: Scenario, options: argparse.Namespace) -> int:
-    found = frontier(scenario, _given(options), exact=options.exact)
+    with _status(options):
+        found = frontier(scenario, _given(options), exact=options.exact)
     if options.svg is not None and found.fastest is not None:
         try:
             write_svg(found, options.svg)
@@ -106,12 +118,38 @@ def _models(options: argparse.Namespace) -> int:
     hardware = _hardware(options)
     scenarios = [_scenario(options, name, hardware) for name in models.MODELS]
     scenarios.sort(key=lambda each: each.model.numel)
-    fits = [fit(each, _given(options), exact=options.exact) for each in scenarios]
+    search = partial(fit, given=tuple(_given(options)), exact=options.exact)
+    processes = min(os.cpu_count() or 1, len(scenarios) // _MODELS_OF_A_PROCESS)
+    with ExitStack() as stack:
+        found: Iterable[Fit] = map(search, scenarios)
+        if processes > 1:
+            # Not forked: threads may just have measured the machine.
+            pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+            found = stack.enter_context(pool).map(search, scenarios)
+        watched = track(
+            found,
+            "Searching plans",
+            total=len(scenarios),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not _watched(options),
+        )
+        fits = list(watched)
     if options.json:
         _print_json({"hardware": hardware.name, "models": [each.as_dict() for each in fits]})
     else:
         print_models(fits, Console())
     return 0
+
+
+def _watched(options: argparse.Namespace) -> bool:
+    """Return whether a person waits for the answer, at a terminal that shows nothing else."""
+    return not options.json and sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def _status(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """Show on standard error that the search goes on."""
+    return Console(stderr=True).status("Searching plans") if _watched(options) else nullcontext()
 
 
 def _print_json(found: Mapping[str, Any]) -> None:
@@ -180,7 +218,8 @@ def _findings(path: str) -> Mapping[str, Any]:
 def _write_trace(prediction: Prediction, path: str, parser: argparse.ArgumentParser) -> None:
     chosen = Options.from_keywords(**prediction.shown.options)
     try:
-        write_chrome_trace([timeline(prediction.scenario, chosen)], path)
+        scenario = replace(prediction.scenario, recompute=prediction.shown.recompute)
+        write_chrome_trace([timeline(scenario, chosen)], path)
     except OSError as error:
         parser.error(f"--trace {printable(path)} cannot be written: {error.strerror}; choose another place")
 
@@ -195,6 +234,8 @@ def _explained(options: argparse.Namespace, prediction: Prediction) -> dict[str,
 def _print_explained(explained: Mapping[str, Any], console: Console) -> None:
     for line in explained.get("explained", ()):
         console.print(Text(line))
+    if "stride" in explained:
+        console.print(Text(explained["stride"]))
     if "smallest_interval" in explained:
         none = "none is found; raise topk_ratio, device_share or the tokens of a step"
         found = explained["smallest_interval"] or none

@@ -48,7 +48,7 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
         console.print(Text(f"Nothing fits. {shown.title} comes nearest; missing GB: {missing(shown.shortages)}."))
         return
     where = "torch.compile" if asked.in_backward else "ZenFlowAdamW"
-    console.print(Text(f"Fastest that fits: {shown.title}. Options to pass to {where}:"))
+    console.print(Text(f"Fastest that fits: {shown.title}, with {division(shown)}. Options to pass to {where}:"))
     console.print(Text(json.dumps(shown.options, indent=4)))
     if shown.options.get("nvme_path") == SOME_DISK:
         console.print(Text("nvme_path stands for a directory on a local disk."))
@@ -75,13 +75,13 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
         "Predicted time",
         "After a policy: its ratio, update_stride (none: nothing is streamed), GB of device_share. Host: time in "
         "which its workers update, all at the same time. Moves: traffic in model sizes per step, streamed state "
-        "and loaded weights included.",
+        f"and loaded weights included. {_DIVIDED}",
     )
     table.add_column("policy")
-    for column in ("step", "stall", "host", "moves", "tokens/s", *(["hours"] if hours else [])):
+    for column in ("micro", "step", "stall", "host", "moves", "tokens/s", *(["hours"] if hours else [])):
         table.add_column(column, justify="right", no_wrap=True)
     for each in forecasts:
-        cells = [seconds(value) for value in (each.step_s, each.stall_s, each.host_update_s)]
+        cells = [divided(each), *(seconds(value) for value in (each.step_s, each.stall_s, each.host_update_s))]
         cells += [f"{each.moves:.2f}", f"{each.tokens_per_s:.0f}"]
         if each.hours is not None:
             cells.append(f"{each.hours:.3g}")
@@ -123,7 +123,9 @@ def weights(forecasts: Sequence[Forecast]) -> Table:
 
 def made_table(title: str, caption: str) -> Table:
     """An empty table in the style of all of them."""
-    table = Table(title=title, caption=caption, min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title, caption=caption, min_width=_WIDTH, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     table.title_justify = table.caption_justify = "left"
     return table
 
@@ -197,6 +199,18 @@ def missing(shortages: Mapping[str, int]) -> str:
     return ", ".join(f"{gigabytes(size)} on {memory}" for memory, size in shortages.items())
 
 
+def divided(each: Forecast) -> str:
+    """Micro-batches of a step, with an ``r`` if activations are recomputed."""
+    return f"{each.micro_batches}{' r' if each.recompute else ''}"
+
+
+def division(each: Forecast) -> str:
+    """The same in words."""
+    several = "es" if each.micro_batches > 1 else ""
+    recomputed = ", activations recomputed" if each.recompute else ""
+    return f"{each.micro_batches} micro-batch{several} of {each.micro_batch_tokens} tokens{recomputed}"
+
+
 def _style(each: Forecast) -> str | None:
     return None if each.fits else "dim"
 
@@ -212,6 +226,7 @@ def gigabytes(size: float) -> str:
 
 
 NOTHING_FITS = "Nothing fits. The nearest plan lacks GB: {}. Its options:"
+_DIVIDED = "Micro: micro-batches of a step; r: activations are recomputed."
 _EXACT = "AdamW: whether the numbers are those of AdamW, to rounding (--exact leaves the others out)."
 
 
@@ -240,8 +255,8 @@ def print_frontier(found: Frontier, console: Console) -> None:
 
 def costs(title: str, found: Frontier, plans: Sequence[Forecast], memory: Memory) -> Table:
     """A row per plan, and what each GB less costs from one row to the next."""
-    table = made_table(title, f"GB; ms/GB: slower than the row above, by GB less. {_EXACT}")
-    for column in ("plan", "device", "host", "disk", "step", "slower", "ms/GB", "tokens/s", "AdamW"):
+    table = made_table(title, f"GB; ms/GB: slower than the row above, by GB less. {_DIVIDED} {_EXACT}")
+    for column in ("plan", "micro", "device", "host", "disk", "step", "slower", "ms/GB", "tokens/s", "AdamW"):
         table.add_column(column, justify="right", no_wrap=True)
     assert found.fastest is not None
     before: Forecast | None = None
@@ -251,6 +266,7 @@ def costs(title: str, found: Frontier, plans: Sequence[Forecast], memory: Memory
             cost = f"{1e12 * (each.step_s - before.step_s) / (memory(before)[0] - memory(each)[0]):.0f}"
         table.add_row(
             str(found.points.index(each) + 1),
+            divided(each),
             *(gigabytes(size) for size in (each.device_bytes, each.host_bytes, sum(each.needs.disk.values()))),
             seconds(each.step_s),
             f"{each.step_s / found.fastest.step_s - 1:.0%}",
@@ -274,27 +290,46 @@ def print_models(fits: Sequence[Fit], console: Console) -> None:
         style="bold",
         highlight=False,
     )
-    table = made_table("Models", f"GB; tokens/s of the fastest plan that fits. {_EXACT}")
+    table = made_table("Models", f"GB; the fastest plan that fits. {_DIVIDED} {_EXACT}")
     table.add_column("model", no_wrap=True)
-    for column in ("1e9", "step", "tokens/s", "device", "host", "disk", "AdamW"):
+    for column in ("micro", "step", "tokens/s", "device", "host", "disk", "AdamW"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("fits")
     for each in fits:
-        best, model = each.best, each.scenario.model
-        size = f"{model.numel / 1e9:.2f}"
-        if best is None:
-            lacks = f"no: {missing(each.nearest.needs.shortages(hardware))} missing"
-            table.add_row(model.name, size, *[""] * 6, lacks, style="dim")
-            continue
-        memory = (best.device_bytes, best.host_bytes, sum(best.needs.disk.values()))
-        exact = "yes" if best.exact else "no"
-        rate = f"{best.tokens_per_s:.0f}"
-        table.add_row(model.name, size, seconds(best.step_s), rate, *map(gigabytes, memory), exact, "yes")
-    console.print(table)
-    console.print(Text("Options to paste:"))
+        if (best := each.best) is not None:
+            sizes = (best.device_bytes, best.host_bytes, sum(best.needs.disk.values()))
+            times = (divided(best), seconds(best.step_s), f"{best.tokens_per_s:.0f}")
+            exact = "yes" if best.exact else "no"
+            table.add_row(each.scenario.model.name, *times, *map(gigabytes, sizes), exact)
+    if table.row_count:
+        console.print(table)
+        console.print(Text("Options to paste:"))
     for each in fits:
         if each.best is not None:
             console.print(Text(f"{each.scenario.model.name}: {json.dumps(each.best.options)}"), soft_wrap=True)
+    too_large = [each for each in fits if each.best is None]
+    if too_large:
+        console.print(Text("Does not fit:"))
+    for each in too_large:
+        console.print(Text(f"{each.scenario.model.name}: {reason(each)}"))
+
+
+def reason(each: Fit) -> str:
+    """What the nearest plan lacks, and with what one would fit."""
+    hardware, needed = each.scenario.hardware, each.nearest.needs.sums()
+    shortages = each.nearest.needs.shortages(hardware)
+    has = {"device": hardware.device_bytes, "host": hardware.host_bytes, "disk": hardware.disk_bytes or 1.0}
+    more = {memory: size for memory, size in each.remedies.items() if memory in has}
+    ways = []
+    if len(shortages) > 1 or not each.remedies:
+        ways.append(" and ".join(f"{gigabytes(needed[memory])} GB of {memory} memory" for memory in shortages))
+    if more:  # the memory that grows the least
+        memory = min(more, key=lambda memory: more[memory] / has[memory])
+        ways.append(f"{gigabytes(more[memory])} GB of {memory} memory{' alone' if ways else ''}")
+    if "files" in each.remedies:
+        ways.append(f"{gigabytes(each.remedies['files'])} GB of state in files on a disk")
+    if "tokens" in each.remedies:
+        ways.append(f"--tokens {each.remedies['tokens']}")
+    return f"the nearest plan lacks GB: {missing(shortages)}. One fits with {', or with '.join(ways)}."
 
 
 _SIZE = (10.0, 4.5)  # inches

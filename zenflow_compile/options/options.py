@@ -183,8 +183,9 @@ class Options:
             ``"zero_infinity"``: in files behind a cache in host memory. ``"zenflow"``: state of the selected columns on
             the device, of the deferred ones on the host. ``"auto"``: the policy, or mixture of policies, with the
             shortest predicted step of those that fit this machine when the optimizer is made.
-        tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step. Only
-            ``policy="auto"`` reads it, and needs it to predict the time of a step and the memory of activations.
+        tokens_per_step: Tokens, or rows of the batch, >= 1, that the device trains on in one step. ``policy="auto"``
+            needs it to predict the time of a step and the memory of activations, and ``update_stride="auto"`` reads it:
+            without it, the device's own work counts as nothing.
         topk_ratio: Share, in [0, 1], of the columns (or rows) of each large parameter that the device updates
             at every step. 0 defers everything, 1 nothing.
         select_interval: Steps between re-selections, >= 1, and at least ``update_interval``. A parameter re-selects at
@@ -240,9 +241,9 @@ class Options:
             keep off the device (DeepSpeed's ``offload_optimizer.ratio``).
         update_stride: One of this many subgroups, >= 1, is updated on the device, with state that is streamed there
             and back: 1 updates all of them there, 2 every other one. Subgroups are whole parameters of 100 million
-            elements together, or of a ``4 * update_stride``-th of those on the host, if that is less. ``"auto"``: from
-            the performance model, with rates that are measured once, before the first step. None: no streaming, and
-            ``"auto"`` under policy ``"deep_optimizer_states"``.
+            elements together, or of a ``4 * update_stride``-th of those on the host, if that is less. ``"auto"``: the
+            fastest of a few that are simulated, with rates that are measured once, before the first step. None: no
+            streaming, and ``"auto"`` under policy ``"deep_optimizer_states"``.
         offload_device: ``"nvme"`` keeps the host's state in files under ``nvme_path``, ``"nvme_all"`` the weights of
             ``offload_weights``, too, ``"cpu"`` both in memory. Policy ``"zero_infinity"`` always keeps state in files.
         nvme_path: Directory for these files, which are as large as the fp32 state; ``close()`` removes them.
@@ -260,7 +261,7 @@ class Options:
     """
 
     policy: str = _choice("zenflow", *POLICIES)
-    tokens_per_step: int | None = _integer(None, 1, read_by=("auto",))
+    tokens_per_step: int | None = _integer(None, 1, read_by=("auto", "deep_optimizer_states", "zenflow"))
     topk_ratio: float = _option(0.1, check_ratio, read_by=_ZENFLOW, flag="share of columns that is selected, in [0, 1]")
     select_interval: int | Literal["auto"] = _integer("auto", 1, read_by=_ZENFLOW)
     update_interval: int | tuple[int | None, int] | Literal["auto"] = _option(
@@ -448,14 +449,16 @@ class Options:
 
         Empty under ``policy="auto"``, which may choose any policy.
         """
-        reader = _ZENFLOW_IN_FILES if self.policy == "zenflow" and self.in_files else self.policy
         return [
             each.name
             for each in fields(self)
-            if self.policy != "auto"
-            and not {reader, self.policy} & {*each.metadata["read_by"]}
-            and getattr(self, each.name) != each.default
+            if self.policy != "auto" and getattr(self, each.name) != each.default and not self.reads(each.name)
         ]
+
+    def reads(self, name: str) -> bool:
+        """Return whether the policy reads an option."""
+        reader = _ZENFLOW_IN_FILES if self.policy == "zenflow" and self.in_files else self.policy
+        return not {reader, self.policy}.isdisjoint(OPTIONS[name].metadata["read_by"])
 
     def warn_of_unread(self) -> None:
         """Warn, once, of the ``unread`` options, with the policies that read them."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zenflow_compile.performance.equations import ACTIVATIONS, RECOMPUTED_ACTIVATIONS
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape
-from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, UPLOAD_RING, Plan
+from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
 
 SLICE_BYTES = 16  # per slice of an offloaded parameter: fp32 squared norm and score, int32 number and position
 
@@ -21,11 +21,14 @@ class MemoryNeeds:
     host: Mapping[str, int]
     disk: Mapping[str, int]
 
+    def sums(self) -> dict[str, int]:
+        """Bytes by memory."""
+        return {"device": sum(self.device.values()), "host": sum(self.host.values()), "disk": sum(self.disk.values())}
+
     def shortages(self, hardware: Hardware) -> dict[str, int]:
         """Missing bytes, by memory that is too small. Empty if the plan fits."""
         has = {"device": hardware.device_bytes, "host": hardware.host_bytes, "disk": hardware.disk_bytes or 0.0}
-        wanted = {"device": self.device, "host": self.host, "disk": self.disk}
-        missing = {memory: sum(items.values()) - int(has[memory]) for memory, items in wanted.items()}
+        missing = {memory: size - int(min(has[memory], size)) for memory, size in self.sums().items()}
         return {memory: count for memory, count in missing.items() if count > 0}
 
 
@@ -46,7 +49,7 @@ def needs_of(
         tokens: per device and step; they decide activations, which are an estimate.
         recompute: activations are computed again in the backward, and only each layer's input is kept.
     """
-    host_state = sum(param.host_state_bytes for param in plan.params)
+    host_state = plan.total(lambda param: param.host_state_bytes)
     return MemoryNeeds(
         device={
             "weights": plan.model_bytes - plan.offloaded_weight_bytes,
@@ -55,13 +58,13 @@ def needs_of(
             "activations": activation_bytes(model, tokens=-(-tokens // plan.micro_batches), recompute=recompute),
             "optimizer state": plan.device_bytes // devices,
             "rings and buffers": _device_buffers(plan) // devices + plan.exchange_bytes,
-            "selection": SLICE_BYTES * sum(param.slices for param in plan.params if param.offloaded) // devices,
+            "selection": SLICE_BYTES * plan.total(lambda param: param.slices if param.offloaded else 0) // devices,
         },
         host={
             "optimizer state": host_state,
             "gradients and uploads": plan.host_bytes - host_state,
             # Upload buffers of the others are their weights.
-            "weights": sum(param.weight_bytes for param in plan.params if plan.rewrites_weight(param)),
+            "weights": plan.total(lambda param: param.weight_bytes if plan.rewrites_weight(param) else 0),
             "buffers of exchanges": devices * plan.exchange_bytes,
             "window of files": plan.file_window_bytes,
         },
@@ -90,12 +93,13 @@ def _gradients(plan: Plan, devices: int) -> int:
     largest = max((param.weight_bytes for param in plan.params), default=0)
     if plan.micro_batches > 1:
         return plan.model_bytes + largest
-    kept = 0
-    for param in plan.params:
+
+    def kept(param: ParamPlan) -> int:
         split = param.k + (param.deferred if param.keeps_gradient else 0)
         elements = split * param.length if param.offloaded else param.numel
-        kept += elements * param.dtype.itemsize
-    return kept // devices + largest
+        return elements * param.dtype.itemsize
+
+    return plan.total(kept) // devices + largest
 
 
 def _device_buffers(plan: Plan) -> int:
@@ -106,7 +110,7 @@ def _device_buffers(plan: Plan) -> int:
     offloaded = [param for param in plan.params if param.offloaded and param.deferred]
     gradients = GRADIENT_RING * max((param.upload_bytes for param in offloaded if not param.keeps_gradient), default=0)
     uploads = UPLOAD_RING * largest_staged_bytes(plan)
-    streamed = [sum(param.whole_state_bytes for param in group) for group in plan.streamed_subgroups.values()]
+    streamed = plan.subgroup_bytes
     return gradients + uploads + min(STREAM_BUFFERS, len(streamed)) * max(streamed, default=0)
 
 

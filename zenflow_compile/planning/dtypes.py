@@ -23,7 +23,7 @@ class _Named:
         return f"torch.{self.name}"
 
     def __eq__(self, other: object) -> bool:
-        return str(self) == str(other)
+        return self.name == other.name if isinstance(other, _Named) else str(self) == str(other)
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -6,7 +6,7 @@ A plan is made before training and never changes a placement; passes and runtime
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -545,6 +545,11 @@ class Plan:
     micro_batches: int = 1
 
     @property
+    def subgroup_bytes(self) -> list[int]:
+        """Bytes of the state of each streamed subgroup."""
+        return [sum(param.whole_state_bytes for param in group) for group in self.streamed_subgroups.values()]
+
+    @property
     def streamed_subgroups(self) -> dict[int | None, list[ParamPlan]]:
         """Parameters whose state is streamed through the device together, by the number of their subgroup."""
         subgroups: dict[int | None, list[ParamPlan]] = {}
@@ -553,10 +558,14 @@ class Plan:
                 subgroups.setdefault(param.subgroup, []).append(param)
         return subgroups
 
+    def total(self, of: Callable[[ParamPlan], int]) -> int:
+        """Sum ``of`` over all parameters."""
+        return sum(map(of, self.params))
+
     @property
     def model_bytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(param.whole.weight_bytes for param in self.params)
+        return self.total(lambda param: param.whole.weight_bytes)
 
     def loads_weight(self, param: ParamPlan) -> bool:
         """Whether the parameter's weight is in host memory, and loaded around its uses."""
@@ -596,12 +605,12 @@ class Plan:
     @property
     def offloaded_weight_bytes(self) -> int:
         """Bytes of the weights that are not kept on the device."""
-        return sum(param.weight_bytes for param in self.params if self.loads_weight(param))
+        return self.total(lambda param: param.weight_bytes if self.loads_weight(param) else 0)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of all parameters, with the pools of their gradient buffers."""
-        return host_bytes_of(self.params)
+        return self.total(lambda param: param.host_bytes) + self.pool_bytes
 
     @property
     def pool_bytes(self) -> int:
@@ -611,7 +620,7 @@ class Plan:
     @property
     def device_bytes(self) -> int:
         """Device memory of all optimizer state."""
-        return sum(param.device_bytes for param in self.params)
+        return self.total(lambda param: param.device_bytes)
 
     @property
     def exchange_buffer_bytes(self) -> int:
@@ -628,7 +637,7 @@ class Plan:
     @property
     def file_bytes(self) -> int:
         """Bytes of all state in files."""
-        return sum(param.file_bytes for param in self.params)
+        return self.total(lambda param: param.file_bytes)
 
     @property
     def file_window_bytes(self) -> int:

@@ -7,10 +7,13 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
 
 from zenflow_compile.checks.validate import printable
 from zenflow_compile.options.options import Options
@@ -33,6 +36,7 @@ _LEAST_SLICES = 2
 """A rank with fewer slices could not select one and defer another one."""
 
 _Plans = Sequence[ParamPlan]
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,79 +124,206 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
-    resident = [_resident(index, spec, options) for index, spec in enumerate(specs, start=len(plan.params))]
-    pairs = zip(specs, resident, strict=True)
-    on_host = [_on_host(param, options) if _offloadable(spec, options) else param for spec, param in pairs]
-    new = _PLANNERS[options.policy](resident, on_host, options)
-    subgroups = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    new = _with_streaming(new, resident, subgroups, options)
-    if options.weights_in_files:
-        new = [replace(param, weight_in_file=param.in_file) for param in new]
-    existing = [param.whole for param in plan.params]
+    first = len(plan.params)
+    subgroup = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
+    kinds = Kinds(specs, options)
+    layout = lay_out(kinds, options, extends=first > 0, subgroup=subgroup)
+    new = [kinds.plan(index, layout) for index in range(len(specs))]
+    phases = _phases([param.whole for param in plan.params], new)
+    pools: dict[int, int] = {}
+    for offset, param in enumerate(new):
+        if param.pool is not None:
+            pools.setdefault(param.period, first + offset)
+    numbered = [
+        replace(
+            param,
+            index=first + offset,
+            name=spec.name,
+            phase=phases[offset],
+            subgroup=layout.subgroups[offset],
+            pool=None if param.pool is None else pools[param.period],
+        )
+        for offset, (spec, param) in enumerate(zip(specs, new, strict=True))
+    ]
     planned = [
         param if spec.sharded is None else shard_of(param, spec.sharded)
-        for spec, param in zip(specs, _with_shared_buffers(_with_phases(existing, new), options), strict=True)
+        for spec, param in zip(specs, numbered, strict=True)
     ]
-    _check_state_forms(planned, options)
+    check_state_forms(planned, options)
     return divide(replace(plan, params=(*plan.params, *planned)))
 
 
-# Planners take every new parameter two times: resident, and with all of its state on the host if it is offloadable.
+class Side(IntEnum):
+    """Where a planner puts a parameter, if it can be offloaded."""
+
+    HOST = 0  # as the policy has parameters there
+    DEVICE = 1
+    STREAMED = 2
+    CUT = 3  # the first slices on the device, the others on the host
 
 
-def _plan_resident(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
-    return resident
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the state of each parameter lives.
+
+    Attributes:
+        sides, subgroups: by parameter; a subgroup is None without ``update_stride``.
+        cut: slices on the device of the parameter on both sides.
+    """
+
+    sides: Sequence[Side]
+    subgroups: Sequence[int | None]
+    cut: int = 0
 
 
-def _plan_zero_offload(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
-    return on_host
+class Kinds:
+    """Plans of parameters without what their order decides: index, name, phase, pool and subgroup.
+
+    Equal parameters on the same side share one plan, so that a model of many equal layers takes little time.
+
+    Attributes:
+        of: number of the kind of each parameter.
+        resident, on_host: by kind. A kind that cannot be offloaded is resident in both.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], options: Options) -> None:
+        numbers: dict[object, int] = {}
+        firsts: list[ParamSpec] = []
+        self.of: list[int] = []
+        for spec in specs:
+            number = numbers.setdefault((spec.shape, spec.dtype, spec.splittable, spec.sharded), len(numbers))
+            if number == len(firsts):
+                firsts.append(spec)
+            self.of.append(number)
+        self._options = options
+        self._firsts = firsts
+        self.shapes = [spec.shape for spec in specs]
+        self._plan()
+
+    def _plan(self) -> None:
+        options = self._options
+        self.resident = [_resident(spec, options) for spec in self._firsts]
+        self.on_host = [
+            _on_host(plan, options) if _offloadable(spec, options) else plan
+            for spec, plan in zip(self._firsts, self.resident, strict=True)
+        ]
+        self._made: dict[tuple[int, Side, int], ParamPlan] = {}
+
+    def with_options(self, options: Options) -> Kinds:
+        """The same parameters with other options."""
+        other = copy(self)
+        stored = attrgetter("state_dtype", "split_master", "min_offload_size")
+        alike = stored(options) == stored(self._options)
+        other._options, other._made = options, {}
+        if not alike:
+            other._plan()
+        return other
+
+    def plan(self, index: int, layout: Layout) -> ParamPlan:
+        """The plan of a parameter."""
+        return self.planned(self.of[index], layout.sides[index], layout.cut)
+
+    def planned(self, kind: int, side: Side, cut: int) -> ParamPlan:
+        """The plan of a kind on a side; ``cut``: see ``Layout``."""
+        key = (kind, side, cut if side is Side.CUT else 0)
+        if key not in self._made:
+            self._made[key] = self._planned(*key)
+        return self._made[key]
+
+    def _planned(self, kind: int, side: Side, cut: int) -> ParamPlan:
+        resident, plan = self.resident[kind], self.on_host[kind]
+        if side is Side.DEVICE:
+            return resident
+        if side is Side.STREAMED:
+            return replace(resident, placement=Placement.HOST_STREAMED)
+        if not plan.offloaded:
+            return plan
+        if side is Side.CUT:
+            plan = replace(plan, placement=Placement.SPLIT_COLUMNS, k=cut, fixed=True)
+        else:
+            plan = _PLANNERS[self._options.policy].of_kind(plan, self._options)
+        if self._options.weights_in_files:
+            plan = replace(plan, weight_in_file=plan.in_file)
+        return _with_shared_buffers(plan, self._options)
 
 
-def _plan_zero_infinity(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
-    return [replace(plan, placement=Placement.FILE, in_file=True) if plan.offloaded else plan for plan in on_host]
+def lay_out(kinds: Kinds, options: Options, *, extends: bool = False, subgroup: int = 0) -> Layout:
+    """Decide where the state of each parameter lives.
+
+    Args:
+        extends: other parameters were planned before. subgroup: number of the first subgroup.
+    """
+    layout = _PLANNERS[options.policy].lay_out(kinds, options, extends)
+    return layout if options.stride is None else _with_streaming(layout, kinds, subgroup, options.stride)
 
 
-def _plan_twinflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    """``lay_out`` decides about parameters, ``of_kind`` about how the host has those that are there."""
+
+    lay_out: Callable[[Kinds, Options, bool], Layout]
+    of_kind: Callable[[ParamPlan, Options], ParamPlan]
+
+
+def _on_one_side(side: Side) -> Callable[[Kinds, Options, bool], Layout]:
+    def lay_out(kinds: Kinds, options: Options, extends: bool) -> Layout:
+        return Layout([side] * len(kinds.of), [None] * len(kinds.of))
+
+    return lay_out
+
+
+def _as_it_is(plan: ParamPlan, options: Options) -> ParamPlan:
+    return plan
+
+
+def _in_file(plan: ParamPlan, options: Options) -> ParamPlan:
+    return replace(plan, placement=Placement.FILE, in_file=True)
+
+
+def _lay_out_twinflow(kinds: Kinds, options: Options, extends: bool) -> Layout:
     """The last ``1 - ratio`` of all elements are resident; the parameter at the cut is split by slices.
 
     The device's share is updated last, while the host updates its own (Deep Optimizer States, section 4.1).
     """
-    plans = list(on_host)
-    total = sum(plan.numel for plan in plans)
-    left = round((1.0 - options.ratio) * total) - sum(plan.numel for plan in plans if not plan.offloaded)
-    for offset in reversed(range(len(plans))):
-        plan = plans[offset]
-        if not plan.offloaded or left <= 0:
+    sides, cut = [Side.HOST] * len(kinds.of), 0
+    numels = [plan.numel for plan in kinds.on_host]
+    offloaded = [plan.offloaded for plan in kinds.on_host]
+    left = round((1.0 - options.ratio) * sum(numels[kind] for kind in kinds.of))
+    left -= sum(numels[kind] for kind in kinds.of if not offloaded[kind])
+    for index in reversed(range(len(sides))):
+        kind = kinds.of[index]
+        if left <= 0:
+            break
+        if not offloaded[kind]:
             continue
-        if plan.numel <= left:
-            plans[offset] = resident[offset]
-        elif k := left // plan.length:
-            plans[offset] = replace(plan, placement=Placement.SPLIT_COLUMNS, k=k, fixed=True)
-        left -= plan.numel
-    return plans
+        if numels[kind] <= left:
+            sides[index] = Side.DEVICE
+        elif k := left // kinds.on_host[kind].length:
+            sides[index], cut = Side.CUT, k
+        left -= numels[kind]
+    return Layout(sides, [None] * len(sides), cut)
 
 
-def _with_streaming(plans: _Plans, resident: _Plans, subgroup: int, options: Options) -> _Plans:
+def _with_streaming(layout: Layout, kinds: Kinds, subgroup: int, stride: int) -> Layout:
     """Group the offloaded parameters into subgroups, numbered from ``subgroup`` on; stream every ``stride``-th."""
-    if options.stride is None:
-        return plans
-    counted = sum(plan.numel for plan in plans if plan.offloaded and not plan.fixed)
-    size = min(LARGEST_SUB_GROUP, counted // (STRIDES * options.stride))
+    numels = [plan.numel if plan.offloaded else 0 for plan in kinds.on_host]
+    counted = [numels[kind] if side is Side.HOST else 0 for kind, side in zip(kinds.of, layout.sides, strict=True)]
+    size = min(LARGEST_SUB_GROUP, sum(counted) // (STRIDES * stride))
     elements = 0
-    grouped = list(plans)
-    for offset, plan in enumerate(plans):
-        if not plan.offloaded or plan.fixed:
+    sides, subgroups = list(layout.sides), list(layout.subgroups)
+    for index, numel in enumerate(counted):
+        if not numel:
             continue
-        if elements and elements + plan.numel > size:
+        if elements and elements + numel > size:
             subgroup, elements = subgroup + 1, 0
-        elements += plan.numel
-        if subgroup % options.stride == options.stride - 1:
-            plan = replace(resident[offset], placement=Placement.HOST_STREAMED)
-        grouped[offset] = replace(plan, subgroup=subgroup)
-    return grouped
+        elements += numel
+        if subgroup % stride == stride - 1:
+            sides[index] = Side.STREAMED
+        subgroups[index] = subgroup
+    return Layout(sides, subgroups, layout.cut)
 
 
-def _check_state_forms(plans: _Plans, options: Options) -> None:
+def check_state_forms(plans: _Plans, options: Options) -> None:
     """
     Raises:
         ValueError: slices are too short for 8-bit moments, or no weight can complete a split master.
@@ -213,48 +344,45 @@ def _check_state_forms(plans: _Plans, options: Options) -> None:
         )
 
 
-def _plan_zenflow(resident: _Plans, on_host: _Plans, options: Options) -> _Plans:
-    extends = bool(on_host) and on_host[0].index > 0
-    kept = set[int]() if extends else _kept_resident(resident, on_host, options)
-    plans = []
-    for offset, plan in enumerate(on_host):
-        if offset in kept or not plan.offloaded:
-            plans.append(resident[offset])
-            continue
-        k = _selection_size(plan.slices, options.topk_ratio)
-        plans.append(
-            replace(
-                plan,
-                placement=Placement.SPLIT_COLUMNS,
-                k=k,
-                interval=options.longest_window,
-                staleness=options.staleness,
-                blocking=not options.overlap_step,
-                in_file=options.in_files and k < plan.slices,
-                # An update window of one step has nothing to sum.
-                summed=options.gradient_transfer == "mean" and options.longest_window > 1,
-                compressed=options.gradient_transfer == "int8",
-            )
-        )
-    return plans
+def _lay_out_zenflow(kinds: Kinds, options: Options, extends: bool) -> Layout:
+    sides = [Side.HOST] * len(kinds.of)
+    for index in () if extends else _kept_resident(kinds, options):
+        sides[index] = Side.DEVICE
+    return Layout(sides, [None] * len(sides))
+
+
+def _selecting(plan: ParamPlan, options: Options) -> ParamPlan:
+    k = _selection_size(plan.slices, options.topk_ratio)
+    return replace(
+        plan,
+        placement=Placement.SPLIT_COLUMNS,
+        k=k,
+        interval=options.longest_window,
+        staleness=options.staleness,
+        blocking=not options.overlap_step,
+        in_file=options.in_files and k < plan.slices,
+        # An update window of one step has nothing to sum.
+        summed=options.gradient_transfer == "mean" and options.longest_window > 1,
+        compressed=options.gradient_transfer == "int8",
+    )
 
 
 _PLANNERS = {
-    "resident": _plan_resident,
-    "zero_offload": _plan_zero_offload,
-    "twinflow": _plan_twinflow,
-    "deep_optimizer_states": _plan_twinflow,  # ``_with_streaming`` does the rest
-    "zenflow": _plan_zenflow,
-    "zero_infinity": _plan_zero_infinity,
+    "resident": _Planner(_on_one_side(Side.DEVICE), _as_it_is),
+    "zero_offload": _Planner(_on_one_side(Side.HOST), _as_it_is),
+    "twinflow": _Planner(_lay_out_twinflow, _as_it_is),
+    "deep_optimizer_states": _Planner(_lay_out_twinflow, _as_it_is),  # ``_with_streaming`` does the rest
+    "zenflow": _Planner(_lay_out_zenflow, _selecting),
+    "zero_infinity": _Planner(_on_one_side(Side.HOST), _in_file),
 }
 
 
-def _resident(index: int, spec: ParamSpec, options: Options) -> ParamPlan:
+def _resident(spec: ParamSpec, options: Options) -> ParamPlan:
     """A parameter with all of its state on the device.
 
     Its moments are fp32 if the parameter cannot be offloaded, or if its rows are too short for 8-bit moments.
     """
-    plan = ParamPlan(index=index, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
+    plan = ParamPlan(index=0, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
     fits = options.state_dtype != "fp8" or plan.whole_rows[1] >= QUANTIZATION_BLOCK
     return replace(plan, moments=options.state_dtype) if fits and _offloadable(spec, options) else plan
 
@@ -296,72 +424,82 @@ def _offloadable(spec: ParamSpec, options: Options) -> bool:
     )
 
 
-def resident_order(plans: Sequence[ParamPlan]) -> list[int]:
-    """Indices of the offloaded ``plans`` in the order in which ``device_share`` in bytes keeps parameters resident.
+def resident_order(kinds: Kinds) -> list[int]:
+    """Indices of parameters that can be offloaded, in the order in which ``device_share`` in bytes keeps them resident.
 
     Those that suffer most from rare updates come first, then the others in forward order.
     """
-    without_slack = chain.from_iterable(sorted(part) for part in parts_without_slack([plan.shape for plan in plans]))
-    return [index for index in dict.fromkeys((*without_slack, *range(len(plans)))) if plans[index].offloaded]
+    without_slack = chain.from_iterable(sorted(part) for part in parts_without_slack(kinds.shapes))
+    offloaded = [plan.offloaded for plan in kinds.on_host]
+    order = dict.fromkeys((*without_slack, *range(len(kinds.of))))
+    return [index for index in order if offloaded[kinds.of[index]]]
 
 
-def _kept_resident(resident: _Plans, on_host: _Plans, options: Options) -> set[int]:
+def _kept_resident(kinds: Kinds, options: Options) -> set[int]:
     """Indices of resident parameters: those that ``device_share`` has memory for."""
     assert options.device_share != "fill"
     if isinstance(options.device_share, float):
-        return _without_slack(on_host, options.device_share)
-    order = resident_order(on_host)
-    taken = accumulate(resident[index].whole_state_bytes for index in order)
+        return _without_slack(kinds, options.device_share)
+    order = resident_order(kinds)
+    sizes = [plan.whole_state_bytes for plan in kinds.resident]
+    taken = accumulate(sizes[kinds.of[index]] for index in order)
     return {index for index, size in zip(order, taken, strict=True) if size <= options.device_share}
 
 
-def _without_slack(plans: _Plans, share: float) -> set[int]:
+def _without_slack(kinds: Kinds, share: float) -> set[int]:
     """The parameters that suffer most from rare updates, as far as they fit in a share of all elements."""
-    budget = share * sum(plan.numel for plan in plans)
+    numels = [plan.numel for plan in kinds.resident]
+    budget = share * sum(numels[kind] for kind in kinds.of)
     kept: set[int] = set()
-    for part in parts_without_slack([plan.shape for plan in plans]):
-        size = sum(plans[index].numel for index in part)
+    for part in parts_without_slack(kinds.shapes):
+        size = sum(numels[kinds.of[index]] for index in part)
         if size <= budget:
             kept.update(part)
             budget -= size
     return kept
 
 
-def _with_phases(existing: _Plans, new: _Plans) -> _Plans:
+def per_object(plans: _Plans, of: Callable[[ParamPlan], _Value]) -> list[_Value]:
+    """Apply ``of`` to each plan, once where several parameters share it."""
+    found: dict[int, _Value] = {}
+    for plan in plans:
+        if id(plan) not in found:
+            found[id(plan)] = of(plan)
+    return [found[id(plan)] for plan in plans]
+
+
+def _phases(existing: _Plans, new: _Plans) -> list[int]:
     """Give every new update window the phase with the fewest bytes so far, largest parameters first.
 
     The bytes flushed per step then differ by at most the largest parameter (list scheduling).
     """
     interval = max((plan.interval for plan in (*existing, *new) if plan.offloaded), default=1)
+    phases = [0] * len(new)
     if interval == 1:
-        return new
+        return phases
     load = [0] * interval
     for plan in existing:
         if plan.offloaded:
             _add_load(load, plan, plan.phase)
-    phases: dict[int, int] = {}
-    for plan in sorted(new, key=lambda plan: -plan.deferred_numel):
+    deferred = per_object(new, lambda plan: plan.deferred_numel)
+    for offset in sorted(range(len(new)), key=lambda offset: -deferred[offset]):
+        plan = new[offset]
         if plan.offloaded:
             phase = min(range(plan.interval), key=lambda phase: max(load[phase :: plan.interval]))
             _add_load(load, plan, phase)
-            phases[plan.index] = phase
-    return [replace(plan, phase=phase) if (phase := phases.get(plan.index, 0)) else plan for plan in new]
+            phases[offset] = phase
+    return phases
 
 
-def _with_shared_buffers(plans: _Plans, options: Options) -> _Plans:
-    """Let the gradient buffers of new parameters share memory, and new weights replace gradients."""
+def _with_shared_buffers(plan: ParamPlan, options: Options) -> ParamPlan:
+    """Let the gradient buffers of a kind share memory, in a pool that gets its number later, and new weights replace
+    gradients."""
     if options.adaptive:  # gradients decide in which steps a buffer is in use
-        return plans
+        return plan
     # A weight in host memory stays in its upload buffer, and so does one that completes a split master. A compressed
     # gradient is smaller than the weights.
     keeps_uploads = options.offload_weights is not False
-    pools = {plan.period: plan.index for plan in reversed(plans) if plan.offloaded}
-    return [
-        replace(plan, pool=pools[plan.period], in_place=not (keeps_uploads or plan.split_master or plan.compressed))
-        if plan.offloaded
-        else plan
-        for plan in plans
-    ]
+    return replace(plan, pool=0, in_place=not (keeps_uploads or plan.split_master or plan.compressed))
 
 
 def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:

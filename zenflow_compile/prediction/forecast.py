@@ -13,6 +13,7 @@ from zenflow_compile.checks.validate import LARGEST_INTEGER
 from zenflow_compile.options.options import LONGEST_UPDATE_INTERVAL, Options
 from zenflow_compile.performance.equations import (
     ACTIVATIONS,
+    NEVER,
     RECOMPUTED_ACTIVATIONS,
     STRIDE_RATIO,
     TRAFFIC,
@@ -64,11 +65,12 @@ class Scenario:
     Attributes:
         model: with weights of the training dtype, and the sequence length as its context.
         hardware: with the devices and the memory in use.
-        tokens: per device and step.
+        tokens: per device and optimizer step.
         options: of the run; under policy ``"auto"`` those that all policies share.
         policy: one, or ``"auto"`` for all.
         in_backward: optimizer in backward: updates run in the backward, without an optimizer object.
-        recompute: activations are computed again in the backward.
+        recompute: activations are computed again in the backward; None: a search decides.
+        divided: a search decides in how many micro-batches the tokens of a step come.
         epoch_tokens: tokens of an epoch, over all devices; None: not given.
     """
 
@@ -78,7 +80,8 @@ class Scenario:
     options: Options = field(default_factory=Options)
     policy: str = "auto"
     in_backward: bool = False
-    recompute: bool = False
+    recompute: bool | None = False
+    divided: bool = False
     epoch_tokens: float | None = None
 
     @property
@@ -91,6 +94,12 @@ class Scenario:
     def final_at_step(self, options: Options) -> bool:
         """Whether gradients are final only after the whole backward: with an optimizer object, or a global norm."""
         return not self.in_backward or options.max_grad_norm is not None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are computed again, where no search has to decide it."""
+        assert self.recompute is not None
+        return self.recompute
 
     @property
     def note(self) -> str | None:
@@ -144,6 +153,8 @@ class Forecast:
     Attributes:
         label: the policy, and whether its state is in files; ``title`` adds the numbers that were chosen for it.
         options: the policy, and the options that it reads and that are not at their defaults: the block to paste.
+        micro_batches: forwards and backwards of a step; micro_batch_tokens: most tokens of each.
+        recompute: activations are computed again in the backward.
         needs: bytes by item; shortages: missing bytes by memory; empty if the policy fits.
         step_s, stall_s: a step, and the time in it that the device waits, in seconds.
         host_update_s: seconds per step in which the host's workers update, all at the same time. The summary of a
@@ -157,6 +168,9 @@ class Forecast:
     label: str
     policy: str
     options: dict[str, Any]
+    micro_batches: int
+    micro_batch_tokens: int
+    recompute: bool
     needs: MemoryNeeds
     shortages: dict[str, int]
     step_s: float
@@ -247,17 +261,21 @@ def _rounding(options: Options) -> dict[str, str]:
 
 
 def node_plan(options: Options, scenario: Scenario) -> Plan:
-    """The plan of all devices together: each of them has the bytes of ``device_share`` for its share.
+    """The plan of all devices together.
 
     Raises:
         ValueError: ``offload_weights`` has no space for the weights that must be on the device at a time.
     """
+    plan = make_plan(scenario.model.params, of_node(options, scenario.hardware))
+    return replace(plan, weights=weight_memory(options, scenario), micro_batches=micro_batches(options))
+
+
+def of_node(options: Options, hardware: Hardware) -> Options:
+    """Options for all devices together: each of them has the bytes of ``device_share`` for its share."""
     share = options.device_share
-    if isinstance(share, int):
-        options = replace(options, device_share=min(share * scenario.hardware.devices, LARGEST_INTEGER))
-    plan = make_plan(scenario.model.params, options)
-    weights = _weight_memory(plan, options, scenario)
-    return replace(plan, weights=weights, micro_batches=micro_batches(options))
+    if not isinstance(share, int) or hardware.devices == 1:
+        return options
+    return replace(options, device_share=min(share * hardware.devices, LARGEST_INTEGER))
 
 
 def micro_batches(options: Options) -> int:
@@ -265,30 +283,32 @@ def micro_batches(options: Options) -> int:
     return options.gradient_accumulation_steps or 1
 
 
-def _weight_memory(plan: Plan, options: Options, scenario: Scenario) -> WeightMemory | None:
+def weight_memory(options: Options, scenario: Scenario) -> WeightMemory | None:
+    """Which weights are in host memory; None if all stay on the device. Raises ValueError as ``node_plan``."""
     if options.offload_weights is False:
         return None
-    shapes = [param.shape for param in plan.params]
-    sizes = offloadable_weights(shapes, [param.weight_bytes for param in plan.params])
-    named = {plan.params[index].name: size for index, size in sizes.items()}
-    budget = weight_budget(options.offload_weights, named)
+    specs = scenario.model.params
+    shapes = [spec.shape for spec in specs]
+    sizes = offloadable_weights(shapes, [spec.numel * spec.dtype.itemsize for spec in specs])
+    budget = weight_budget(options.offload_weights, {specs[index].name: size for index, size in sizes.items()})
     offloaded, ring = divide_budget(budget, shapes, sizes)
-    reloaded = reloaded_weights(shapes, sizes, offloaded, ring) if scenario.recompute else frozenset[int]()
+    reloaded = reloaded_weights(shapes, sizes, offloaded, ring) if scenario.recomputes else frozenset[int]()
     return WeightMemory(offloaded=offloaded, reloaded=reloaded, ring_bytes=ring)
 
 
 def needs(options: Options, scenario: Scenario) -> MemoryNeeds:
     """The memory that a run with ``options`` takes."""
-    return _needs(node_plan(options, scenario), options, scenario)
+    return needs_in(scenario, node_plan(options, scenario))
 
 
-def _needs(plan: Plan, options: Options, scenario: Scenario) -> MemoryNeeds:
+def needs_in(scenario: Scenario, plan: Plan) -> MemoryNeeds:
+    """The memory that a run with ``plan`` takes."""
     return needs_of(
         plan,
         scenario.model,
         devices=scenario.hardware.devices,
         tokens=scenario.tokens,
-        recompute=scenario.recompute,
+        recompute=scenario.recomputes,
     )
 
 
@@ -305,17 +325,28 @@ def forecast(options: Options, scenario: Scenario) -> Forecast:
         scenario.model,
         tokens=scenario.tokens,
         final_at_step=scenario.final_at_step(options),
-        recompute=scenario.recompute,
+        recompute=scenario.recomputes,
         workers=options.threads(hardware.cores // hardware.devices),
     )
-    needed = _needs(plan, options, scenario)
-    size = plan.model_bytes / hardware.devices or 1.0
+    found = forecast_of(options, scenario, needs_in(scenario, plan), step, model_bytes=plan.model_bytes)
+    return replace(found, weights=_weights(plan, step))
+
+
+def forecast_of(
+    options: Options, scenario: Scenario, needed: MemoryNeeds, step: SteadyStep, *, model_bytes: int
+) -> Forecast:
+    """The forecast of a simulated step, without what ``offload_weights`` does."""
+    hardware = scenario.hardware
+    size = model_bytes / hardware.devices or 1.0
     tokens = scenario.tokens * hardware.devices
     rate = tokens / step.seconds if step.seconds else math.inf  # a model without elements takes no time
     return Forecast(
         label=f"{options.policy}{', files' if options.offload_device != 'cpu' else ''}",
         policy=options.policy,
         options=changed(options),
+        micro_batches=micro_batches(options),
+        micro_batch_tokens=-(-scenario.tokens // micro_batches(options)),
+        recompute=scenario.recomputes,
         needs=needed,
         shortages=needed.shortages(hardware),
         step_s=step.seconds,
@@ -324,7 +355,7 @@ def forecast(options: Options, scenario: Scenario) -> Forecast:
         traffic=(step.to_host + step.to_device) / size,
         state=step.state / size,
         loads=(step.loads + step.written_back) / size,
-        weights=_weights(plan, step),
+        weights=None,
         disk_bytes=step.disk * hardware.devices,
         tokens_per_s=rate,
         hours=None if scenario.epoch_tokens is None else scenario.epoch_tokens / rate / _S_PER_HOUR,
@@ -399,10 +430,12 @@ def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
     """The equations of ``found`` with their numbers, without those whose value is zero.
 
     Returns:
-        ``explained``, one per line; ``smallest_interval``, the shortest update window that is found whose simulated
-        stall is at most ``WORTH_IT`` of the step, or None: not there if the step waits for host updates anyway.
+        ``explained``, one per line; ``stride``, of a plan with one: what Equation 1 would choose;
+        ``smallest_interval``, the shortest update window that is found whose simulated stall is at most ``WORTH_IT`` of
+        the step, or None: not there if the step waits for host updates anyway.
     """
     options, hardware = Options.from_keywords(**found.options), scenario.hardware
+    scenario = replace(scenario, recompute=found.recompute)
     plan = node_plan(options, scenario)
     moved, device = traffic_of(plan) or Traffic(blocking=True), found.step_s - found.stall_s
     waits = moved.blocking or not options.overlap_step
@@ -425,10 +458,27 @@ def explain(found: Forecast, scenario: Scenario) -> dict[str, Any]:
         *roofline(moved.blocking),
     )
     explained: dict[str, Any] = {"explained": [each.line(values) for each in equations if each.of(values)]}
+    explained |= _stride(found, options, scenario)
     if waits:
         return explained
     bound = limit_of(moved, rates, device_ms=1e3 * device / (1 - WORTH_IT)).smallest_interval
     return explained | {"smallest_interval": None if bound is None else _smallest_interval(options, scenario, bound)}
+
+
+def _stride(found: Forecast, options: Options, scenario: Scenario) -> dict[str, str]:
+    """How a stride differs from that of Equation 1, as a sentence; empty for a plan without a stride."""
+    if options.stride is None:
+        return {}
+    hardware, specs = scenario.hardware, scenario.model.params
+    by_equation = resolve_stride(replace(options, update_stride="auto"), hardware, specs).stride
+    step_s = forecast(replace(options, update_stride=by_equation), scenario).step_s
+    chosen, equation = _named_stride(options.stride), _named_stride(by_equation)
+    slower = "" if options.stride == by_equation else f", {step_s / found.step_s - 1:.1%} longer"
+    return {"stride": f"update_stride: {chosen}; with Equation 1's {equation} a step takes {step_s:.4g} s{slower}"}
+
+
+def _named_stride(stride: int | None) -> str:
+    return "none (nothing is streamed)" if stride in (None, NEVER) else str(stride)
 
 
 def _smallest_interval(options: Options, scenario: Scenario, bound: int) -> int | None:

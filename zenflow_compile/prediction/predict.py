@@ -22,16 +22,20 @@ from zenflow_compile.prediction.forecast import (
     SOME_DISK,
     Forecast,
     Scenario,
-    forecast,
     node_plan,
-    resolve_stride,
 )
-from zenflow_compile.prediction.search import compare
+from zenflow_compile.prediction.search import compare, divide
 from zenflow_compile.prediction.simulate import simulate as simulate_plan
+from zenflow_compile.prediction.strides import fastest_stride
 from zenflow_compile.profiling.recording import Recording
 
 if TYPE_CHECKING:
     import torch
+
+
+LONGEST_SEQUENCE = 2048
+"""Most tokens of a sequence where their number is not given. Contexts of models reach 131072 tokens, and a micro-batch
+has a sequence at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class Prediction:
         devices = self.scenario.hardware.devices
         if devices == 1:
             return {}
-        plan = node_plan(Options.from_keywords(**self.shown.options), self.scenario)
+        scenario = replace(self.scenario, recompute=self.shown.recompute)
+        plan = node_plan(Options.from_keywords(**self.shown.options), scenario)
         return {exchange: rank_traffic(plan, devices, exchange) for exchange in Sharing}
 
     @property
@@ -84,6 +89,8 @@ class Prediction:
             "tokens": asked.tokens,
             "sequence": asked.model.context,
             "implicit": asked.in_backward,
+            "micro_batches": self.shown.micro_batches,
+            "recompute": self.shown.recompute,
             "policies": [each.as_dict() | {"options": _given(each.options)} for each in self.forecasts],
             "exchanges": {
                 str(exchange): {"sent": each.sent, "to_host": each.to_host, "to_device": each.to_device}
@@ -110,7 +117,7 @@ def plan(
     nodes: int = 1,
     policy: str = "auto",
     implicit: bool = False,
-    recompute: bool = False,
+    recompute: bool | None = None,
     epoch_tokens: float | None = None,
     device_bytes: float | None = None,
     host_bytes: float | None = None,
@@ -118,30 +125,32 @@ def plan(
 ) -> dict[str, Any]:
     """Predict memory, time and traffic of every policy, and which is the fastest that fits.
 
+    For each it searches in how many micro-batches the tokens of a step come, and whether activations are recomputed,
+    where these are not given.
+
     Args:
         model: a name, the path of a Hugging Face ``config.json``, a number of parameters, or a shape.
         hardware: a name, or numbers.
-        tokens: per device and step.
-        sequence: tokens of a sequence, which attention runs over; None takes the model's context, or all ``tokens``
-            if these are fewer.
+        tokens: per device and optimizer step.
+        sequence: tokens of a sequence, which attention runs over; a micro-batch has one at least. None takes
+            ``LONGEST_SEQUENCE``, or the model's context or all tokens of a micro-batch if these are fewer.
         dtype: of the weights, ``"bf16"``, ``"fp16"`` or ``"fp32"``; None takes the model's own, bf16 where it has none.
         devices: of a node, in use; None takes all. Each owns an equal share of the optimizer state.
         nodes: equal ones, connected by the hardware's ``network_bandwidth``.
         policy: one, or ``"auto"`` for all.
         implicit: updates run in the backward, without an optimizer object; else gradients are final at ``step()``,
             which leaves the host the next forward. With ``max_grad_norm`` they always are.
-        recompute: activations are computed again in the backward.
+        recompute: activations are computed again in the backward; None: where that makes the fastest step.
         epoch_tokens: of an epoch, over all devices, for its hours.
         device_bytes, host_bytes: memory of a device, of a node; None takes the hardware's.
         options: of ``ZenFlowAdamW``. With ``gradient_accumulation_steps`` the tokens come in as many micro-batches.
 
     Returns:
         ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
-        ``sequence``, ``implicit``; ``policies``, a dict per policy with the fields of ``prediction.forecast.Forecast``;
-        ``exchanges``, bytes that a device sends per step by way of sharing the work, see
-        ``performance.traffic.Sharing``; ``recommended``, options to pass on, or None if no policy fits; and
-        ``notes``, sentences on the recommended run, and on
-        the weights that cross the link.
+        ``sequence``, ``implicit``; ``micro_batches`` and ``recompute`` of the recommended run; ``policies``, a dict per
+        policy with the fields of ``prediction.forecast.Forecast``; ``exchanges``, bytes that a device sends per step by
+        way of sharing the work, see ``performance.traffic.Sharing``; ``recommended``, options to pass on, or None if no
+        policy fits; and ``notes``, sentences on the recommended run, and on the weights that cross the link.
 
     Raises:
         TypeError: a value is of the wrong type, or an option is unknown.
@@ -174,10 +183,13 @@ def simulate(
     Args:
         steps: to record; None takes three update windows, at least four steps.
         given: other arguments of ``plan``, with the same errors; ``policy`` is ``"zenflow"`` by default, and one.
+            Nothing is searched: ``recompute`` is False by default, and a step has one micro-batch.
     """
     scenario = scenario_of(model, hardware, **given)
     if scenario.policy == "auto":
         raise ValueError('policy="auto" is not one policy to simulate; pass one, or the options that plan() recommends')
+    if scenario.recompute is None:
+        raise ValueError("recompute=None is not one run to simulate; pass True or False, as plan() finds it")
     return timeline(scenario, _resolved(scenario), steps=steps)
 
 
@@ -186,12 +198,12 @@ def predict(scenario: Scenario) -> Prediction:
     if scenario.policy == "auto":
         forecasts, best = compare(scenario)
         return Prediction(scenario, tuple(forecasts), best)
-    only = forecast(_resolved(scenario), scenario)
+    only = divide(replace(scenario, options=_resolved(scenario)))
     return Prediction(scenario, (only,), only if only.fits else None)
 
 
 def _resolved(scenario: Scenario) -> Options:
-    return resolve_stride(scenario.options, scenario.hardware, scenario.model.params)
+    return fastest_stride(scenario.options, scenario)
 
 
 def timeline(scenario: Scenario, options: Options, *, steps: int | None = None) -> Recording:
@@ -203,7 +215,7 @@ def timeline(scenario: Scenario, options: Options, *, steps: int | None = None) 
         tokens=scenario.tokens,
         steps=steps,
         final_at_step=scenario.final_at_step(options),
-        recompute=scenario.recompute,
+        recompute=scenario.recomputes,
         workers=options.threads(scenario.hardware.cores // scenario.hardware.devices),
     )
 
@@ -219,7 +231,7 @@ def scenario_of(
     nodes: int = 1,
     policy: str = "zenflow",
     implicit: bool = False,
-    recompute: bool = False,
+    recompute: bool | None = False,
     epoch_tokens: float | None = None,
     device_bytes: float | None = None,
     host_bytes: float | None = None,
@@ -242,7 +254,8 @@ def scenario_of(
         options=chosen,
         tokens=count,
         in_backward=check_flag("implicit", implicit),
-        recompute=check_flag("recompute", recompute),
+        recompute=None if recompute is None else check_flag("recompute", recompute),
+        divided=chosen.gradient_accumulation_steps is None,
         epoch_tokens=epoch_tokens,
     )
 
@@ -299,8 +312,8 @@ def _of_micro_batch(tokens: int, options: Options) -> int:
 
 def _sequence(sequence: int | None, tokens: int, model: ModelShape) -> int:
     if sequence is None:
-        return min(model.context, tokens)
-    remedy = f": a forward has {tokens} tokens of a device; None takes the model's context, or all if it is longer"
+        return min(model.context, tokens, LONGEST_SEQUENCE)
+    remedy = f": a forward has {tokens} tokens of a device; None takes {min(model.context, tokens, LONGEST_SEQUENCE)}"
     return check_integer("sequence", sequence, 1, tokens, remedy=remedy)
 
 

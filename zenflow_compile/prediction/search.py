@@ -4,25 +4,29 @@
 
 The options have too many combinations to simulate all of them. The search begins with every policy and changes one
 option at a time, from each plan that no other one beats (Pareto local search: Paquete, Chiarandini and Stuetzle 2004).
-So an option more costs simulations in proportion to its values, and is one line of ``dimensions``.
+So an option more costs simulations in proportion to its values, and is one line of ``dimensions``. Estimates are
+compared (``estimate.py``), and forecasts are returned.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, islice
+from functools import cached_property
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
-from zenflow_compile.options.options import Options
+from zenflow_compile.options.options import OPTION_NAMES, Options
 from zenflow_compile.performance.memory import MemoryNeeds
-from zenflow_compile.planning.planners import resident_order
+from zenflow_compile.prediction.dimensions import dimensions, ways_to_divide
+from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import (
+    SOME_DISK,
     WORTH_IT,
     Forecast,
     Scenario,
-    changed,
     departures,
     forecast,
     needs,
@@ -30,11 +34,13 @@ from zenflow_compile.prediction.forecast import (
     resolve_stride,
 )
 
-Dimension = tuple[Mapping[str, Any], ...]
-"""Alternatives of an option, or of several together. Those next to each other differ the least."""
-
 Choice = tuple[int, ...]
 """Number of the chosen alternative, by dimension."""
+
+Key = tuple[Any, ...]
+"""All options of a run, and whether it recomputes activations."""
+
+_VALUES = attrgetter(*OPTION_NAMES)
 
 Memory = Callable[[Forecast], tuple[int, int]]
 
@@ -44,7 +50,7 @@ ALIKE = 0.04
 NEAR = 1.1
 """The fastest plan is searched from those whose step takes at most so many times as long as the fastest known one."""
 
-PATIENCE = 8
+PATIENCE = 6
 """The search for the fastest plan ends after the neighbors of this many plans in a row were not faster."""
 
 _LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
@@ -52,154 +58,53 @@ _LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
 
 _WALKED = {"device_share", "ratio", "update_stride"}  # what is searched for each place, whatever else is
 
-_FILLED = 0.9  # share of the free device memory that residents may take: estimates may be too low
-
-_PLACES: Dimension = (
-    {"policy": "resident"},
-    {"policy": "zero_offload"},
-    {"policy": "twinflow"},
-    {"policy": "deep_optimizer_states"},
-    {"policy": "zenflow"},
-    {"policy": "zenflow", "offload_device": "nvme"},
-    {"policy": "zero_infinity"},
-)
-_PLACES_IN_FILES = _PLACES[-2:]
-_SHARE = 0.25  # ``device_share`` at its default: what also stays resident if the device is filled
-_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)  # of all optimizer state
-
-
-def dimensions(scenario: Scenario, given: Collection[str] = ()) -> tuple[Dimension, ...]:
-    """What is searched: first where the state lives, then an option a line.
-
-    The first alternative is the simplest one, and exact where others are not.
-
-    Args:
-        given: names of options that the user chose. They keep the values that the scenario has; a given share of
-            ``device_share`` is the least that stays resident.
-    """
-    searched: tuple[Dimension, ...] = (
-        _places(scenario),
-        _residents(scenario, given),
-        tuple({"ratio": ratio} for ratio in (1.0, 0.75, 0.5, 0.25)),
-        ({"update_stride": None}, {"update_stride": "auto"}),
-        ({"offload_weights": False}, *({"offload_weights": share} for share in (0.5, 1.0))),
-        tuple({"topk_ratio": ratio} for ratio in (0.1, 0.05, 0.02)),
-        tuple(
-            {"update_interval": steps} for steps in (1, 2, 4)
-        ),  # longer ones cost too much loss (docs/convergence.md)
-        _fewer_bytes(scenario),
-        ({"gradient_transfer": "each"}, {"gradient_transfer": "int8"}, {"gradient_transfer": "mean"}),
-        ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _state_shares(scenario))),
-    )
-    fixed = {name: getattr(scenario.options, name) for name in given if name != "device_share"}
-    if scenario.policy != "auto":
-        fixed["policy"] = scenario.policy
-    free = [[each for each in found if _agrees(each, fixed)] for found in searched]
-    return tuple(tuple(found) for found in free if found)
-
-
-def _agrees(alternative: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
-    return all(fixed.get(name, value) == value for name, value in alternative.items())
-
-
-def _fewer_bytes(scenario: Scenario) -> Dimension:
-    """Ways to store state, by falling bytes, exact ones first.
-
-    They are one dimension, since most of these plans differ in memory alone.
-    """
-    split = scenario.dtype == "bf16"
-    ways = dict.fromkeys([("fp32", False), ("fp32", split), ("bf16", split), ("fp8", split)])
-    return tuple({"state_dtype": dtype, "split_master": split_master} for dtype, split_master in ways)
-
-
-def _places(scenario: Scenario) -> Dimension:
-    has_disk = scenario.hardware.disk_read is not None and scenario.hardware.disk_write is not None
-    in_files = has_disk and scenario.options.nvme_path is not None
-    found = _PLACES if in_files else tuple(each for each in _PLACES if each not in _PLACES_IN_FILES)
-    return tuple({"offload_device": "cpu"} | dict(each) for each in found)
-
-
-def _residents(scenario: Scenario, given: Collection[str]) -> Dimension:
-    """From no resident parameters, or the given share of them, to all that fit; ``"fill"`` is the last one alone."""
-    share = scenario.options.device_share
-    if isinstance(share, int):
-        return ({"device_share": share},)
-    if share == "fill":
-        return ({"device_share": next(reversed(_fitting(scenario, _SHARE)), _SHARE)},)
-    least = () if "device_share" in given else (0.0,)
-    return tuple({"device_share": each} for each in dict.fromkeys((*least, share, *_resident_bytes(scenario, share))))
-
-
-def _resident_bytes(scenario: Scenario, share: float) -> list[int]:
-    fitting = _fitting(scenario, share)
-    sizes = [size for size in _state_shares(scenario) if size > share * _state_bytes(scenario)]
-    if not fitting or fitting[-1] >= max(sizes, default=0):
-        return sizes
-    return sorted({fitting[max(1, round(part * len(fitting))) - 1] for part in (*_SHARES, 1.0)})
-
-
-def _fitting(scenario: Scenario, share: float) -> list[int]:
-    """Bytes of ``device_share`` with which one parameter more than with ``share`` is resident, as long as all fit.
-
-    A resident parameter takes more than its state: its gradient stays on the device until the step.
-    """
-    options = replace(scenario.options, policy="zenflow", device_share=share)
-    options = resolve_stride(options, scenario.hardware, scenario.model.params)
-    devices, device_bytes = scenario.hardware.devices, scenario.hardware.device_bytes
-    params = node_plan(replace(options, device_share=0.0), scenario).params
-    kept = zip(params, node_plan(options, scenario).params, strict=True)
-    least = sum(param.whole_state_bytes for param, as_given in kept if param.offloaded and not as_given.offloaded)
-    sizes = accumulate(params[index].whole_state_bytes for index in resident_order(params))
-    more = [-(-size // devices) for size in sizes if size > least]
-    taken = sum(needs(options, scenario).device.values())
-
-    def filled(size: int) -> int:
-        return sum(needs(replace(options, device_share=size), scenario).device.values())
-
-    return more[: bisect_right(more, taken + _FILLED * (device_bytes - taken), key=filled)]
-
-
-def _state_shares(scenario: Scenario) -> list[int]:
-    """Bytes of shares of the optimizer state, of each device, in whole GB if it is large."""
-    state = _state_bytes(scenario)
-    unit = 10**9 if state > 20e9 else 1
-    return sorted({round(share * state / unit) * unit for share in _SHARES} - {0})
-
-
-def _state_bytes(scenario: Scenario) -> int:
-    """Bytes of the optimizer state in fp32, of each device."""
-    return sum(param.numel for param in scenario.model.params) * 12 // scenario.hardware.devices
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Options and the memory that they need; ``missing``: bytes of it that the hardware does not have."""
+    """Options, whether activations are recomputed, and the memory that they need.
+
+    ``missing``: bytes of it that the hardware does not have.
+    """
 
     options: Options
+    recompute: bool
     needs: MemoryNeeds
     missing: int
 
+    @property
+    def key(self) -> Key:
+        """Equal for candidates that are the same run."""
+        return _key(self.options, recompute=self.recompute)
+
 
 class Search:
-    """Candidates and forecasts of one scenario, each computed one time.
+    """Candidates and estimates of one scenario, each computed one time, and forecasts of those that are returned.
 
     Args:
         scenario: with the memory of the hardware that a plan may use.
         given: see ``dimensions``.
         exact: only plans that give AdamW's numbers, to rounding.
+        divide_only: search only how the tokens of a step are divided, and recomputation; the scenario has the options.
     """
 
-    def __init__(self, scenario: Scenario, given: Collection[str] = (), *, exact: bool = False) -> None:
+    def __init__(
+        self, scenario: Scenario, given: Collection[str] = (), *, exact: bool = False, divide_only: bool = False
+    ) -> None:
         self.scenario = scenario
         self.given = given
         self.exact = exact
-        self.dimensions = dimensions(scenario, given)
-        self._candidates: dict[str, Candidate | None] = {}
-        self._found: dict[str, tuple[Choice, Forecast]] = {}
+        self.estimator = Estimator(scenario)
+        self.dimensions = ways_to_divide(scenario) if divide_only else dimensions(scenario, given, self.estimator)
+        self._read = [self._dimensions_of(each) for each in self.dimensions[0]]
+        self._strides: dict[tuple[int, str], int | None] = {}
+        self._chosen: dict[Choice, Candidate | None] = {}
+        self._candidates: dict[Key, Candidate | None] = {}
+        self._found: dict[Key, tuple[Choice, Forecast]] = {}  # estimates
+        self._forecasts: dict[Key, Forecast] = {}
 
     @property
-    def forecasts(self) -> list[Forecast]:
-        """All that were simulated; each of them fits."""
+    def estimates(self) -> list[Forecast]:
+        """All that were simulated; each of them fits, as far as estimates say."""
         return [found for _, found in self._found.values()]
 
     def starts(self) -> Iterator[Choice]:
@@ -207,51 +112,105 @@ class Search:
 
         TwinFlow begins with a share of the state on the device, since without one it is ``zero_offload``.
         """
-        for place in range(len(self.dimensions[0])):
-            choice = (place, *(0 for _ in self.dimensions[1:]))
+        for number in range(len(self.dimensions[0])):
+            choice = (number, *(0 for _ in self.dimensions[1:]))
             if (candidate := self.candidate(choice)) is not None:
                 yield self._smaller(choice, candidate, 0)
             else:
-                yield from islice((other for other in self.neighbors(choice) if other[0] == place), 1)
+                yield from islice((other for other in self.neighbors(choice) if other[0] == number), 1)
 
     def neighbors(self, choice: Choice) -> Iterator[Choice]:
         """Choices that differ in one dimension: in any place, else in the next alternative.
 
-        One that does not fit also differs in other dimensions, which make it smaller.
+        One that does not fit also differs in other dimensions, which make it smaller, in two ways: by small changes,
+        and by any.
         """
         for number, found in enumerate(self.dimensions):
-            near = range(len(found)) if number == 0 else (choice[number] - 1, choice[number] + 1)
-            for index in near:
+            indices = range(len(found)) if number == 0 else (choice[number] - 1, choice[number] + 1)
+            for index in indices if number in self._read[choice[0]] else ():
                 other = (*choice[:number], index, *choice[number + 1 :])
                 if index in range(len(found)) and (candidate := self.candidate(other)) is not None:
-                    yield self._smaller(other, candidate, number)
+                    yield from dict.fromkeys(
+                        self._smaller(other, candidate, number, near=near) for near in (True, False)
+                    )
+
+    def _dimensions_of(self, place: Mapping[str, Any]) -> set[int]:
+        """Numbers of the dimensions that a place for the state reads."""
+        changes = place if "nvme_path" in place else {**place, "nvme_path": SOME_DISK}
+        options = Options(**changes)
+        unread = {name for name in OPTION_NAMES if not options.reads(name)}
+        return {number for number, found in enumerate(self.dimensions) if any(found[0].keys() - unread)}
 
     def candidate(self, choice: Choice) -> Candidate | None:
         """The memory of a choice; None for options that exclude each other, or have no effect together."""
-        options = self._options(choice)
+        read = self._read[choice[0]]
+        choice = tuple(index if number in read else 0 for number, index in enumerate(choice))
+        if choice not in self._chosen:
+            self._chosen[choice] = self._candidate(choice)
+        return self._chosen[choice]
+
+    def _candidate(self, choice: Choice) -> Candidate | None:
+        changes: dict[str, Any] = {}
+        for number, found in zip(choice, self.dimensions, strict=True):
+            changes |= found[number]
+        recompute = changes.pop("recompute")
+        options = self._options(changes)
         if options is None:
             return None
-        key = _key(options)
+        key = _key(options, recompute=recompute)
         if key not in self._candidates:
             try:
-                needed = needs(options, self.scenario)
-                missing = sum(needed.shortages(self.scenario.hardware).values())
-                self._candidates[key] = Candidate(options, needed, missing)
+                needed = self.estimator.needs(options, recompute=recompute)
+                self._candidates[key] = self._with_needs(options, recompute, needed)
             except ValueError:  # the model cannot have them, such as split masters of fp32 weights
                 self._candidates[key] = None
         return self._candidates[key]
 
-    def simulate(self, choice: Choice, *, beaten: bool = False) -> Forecast | None:
-        """The forecast of a choice; None if it does not fit or, unless ``beaten``, if less memory suffices."""
+    def _with_needs(self, options: Options, recompute: bool, needed: MemoryNeeds) -> Candidate:
+        missing = sum(needed.shortages(self.scenario.hardware).values())
+        return Candidate(options, recompute, needed, missing)
+
+    def simulate(self, choice: Choice, *, beaten: bool = False, within: float = math.inf) -> Forecast | None:
+        """The estimate of a choice.
+
+        Args:
+            beaten: also if less memory suffices.
+            within: seconds of a step that are of interest.
+
+        Returns:
+            None if it does not fit, is beaten, or takes longer than ``within`` at any schedule.
+        """
         candidate = self.candidate(choice)
         if candidate is None or candidate.missing:
             return None
-        key = _key(candidate.options)
+        key = candidate.key
         if key not in self._found:
             if not beaten and self._beaten(candidate):
                 return None
-            self._found[key] = (choice, forecast(candidate.options, self.scenario))
+            found = self.estimator.forecast(
+                candidate.options, candidate.needs, recompute=candidate.recompute, within=within
+            )
+            if found is None:
+                return None
+            self._found[key] = choice, found
         return self._found[key][1]
+
+    def forecast(self, estimate: Forecast) -> Forecast:
+        """The forecast of a plan that was estimated."""
+        (key,) = (key for key, (_, found) in self._found.items() if found is estimate)
+        return self._forecast(self._candidate_of(key))
+
+    def _candidate_of(self, key: Key) -> Candidate:
+        candidate = self._candidates[key]
+        assert candidate is not None
+        return candidate
+
+    def _forecast(self, candidate: Candidate) -> Forecast:
+        if (key := candidate.key) not in self._forecasts:
+            known = self._found.get(key) if self.estimator.is_exact else None
+            scenario = replace(self.scenario, recompute=candidate.recompute)
+            self._forecasts[key] = forecast(candidate.options, scenario) if known is None else known[1]
+        return self._forecasts[key]
 
     def nearest(self) -> Candidate:
         """The candidate with the fewest missing bytes.
@@ -262,73 +221,145 @@ class Search:
         found = [candidate for candidate in self._candidates.values() if candidate is not None]
         if not found:
             raise ValueError("the given options exclude each other in every plan; leave some of them out")
-        return min(found, key=lambda each: each.missing)
+        return self._exactly(min(found, key=lambda each: each.missing))
 
-    def fastest(self) -> Forecast | None:
+    def _exactly(self, candidate: Candidate) -> Candidate:
+        """With the memory of a forecast."""
+        if self.estimator.is_exact:
+            return candidate
+        scenario = replace(self.scenario, recompute=candidate.recompute)
+        return self._with_needs(candidate.options, candidate.recompute, needs(candidate.options, scenario))
+
+    def remedies(self) -> dict[str, int]:
+        """By memory, the least bytes of it with which a plan fits, if the hardware has enough of the others."""
+        found = {memory: self._least(memory) for memory in ("device", "host", "disk")}
+        return {memory: each.needs.sums()[memory] for memory, each in found.items() if each is not None}
+
+    def _least(self, memory: str) -> Candidate | None:
+        """The plan that needs the least of one memory, and fits the others; None if all lack others, or none lacks it.
+
+        It begins with the best one that is known, and changes one dimension after another.
+        """
+
+        def cost(candidate: Candidate) -> tuple[int, int]:
+            shortages = candidate.needs.shortages(self.scenario.hardware)
+            others = sum(size for name, size in shortages.items() if name != memory)
+            return others, candidate.needs.sums()[memory]
+
+        known = {choice: candidate for choice, candidate in self._chosen.items() if candidate is not None}
+        choice = min(known, key=lambda choice: cost(known[choice]))
+        best, before = known[choice], None
+        while best is not before:
+            before = best
+            for number in sorted(self._read[choice[0]] - {0}):
+                for index in range(len(self.dimensions[number])):
+                    other = (*choice[:number], index, *choice[number + 1 :])
+                    candidate = self.candidate(other)
+                    if candidate is not None and cost(candidate) < cost(best):
+                        choice, best = other, candidate
+        exact = self._exactly(best)
+        return exact if exact.needs.shortages(self.scenario.hardware).keys() == {memory} else None
+
+    def fastest(self, *, rows: bool = False) -> Forecast | None:
         """The fastest plan that fits; None if none fits.
 
         It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``;
-        then by walks in each place. Of plans that are hardly slower, it returns the one that is nearest to AdamW.
+        then by walks in each place. Of plans that are hardly slower, the one that is nearest to AdamW is returned.
+
+        Args:
+            rows: also find the fastest one of each place.
         """
         for choice in self.starts():
-            self.simulate(choice)
-        explored: set[str] = set()
+            self.simulate(choice, within=self._of_interest(rows))
+        explored: set[Key] = set()
         not_faster = 0
         while self._found:
-            best = min(self.forecasts, key=lambda each: each.step_s)
+            best = min(self.estimates, key=lambda each: each.step_s)
             near = [
                 (found.step_s, key)
                 for key, (_, found) in self._found.items()
                 if found.step_s <= NEAR * best.step_s and key not in explored
             ]
-            if not near or best.is_free or not_faster == PATIENCE:
+            if not near or self._is_ideal(best) or not_faster == PATIENCE:
                 break
             _, key = min(near)
             explored.add(key)
             for neighbor in self.neighbors(self._found[key][0]):
-                self.simulate(neighbor)
-            not_faster = not_faster + 1 if min(each.step_s for each in self.forecasts) == best.step_s else 0
+                self.simulate(neighbor, within=self._of_interest(rows))
+            not_faster = not_faster + 1 if min(each.step_s for each in self.estimates) == best.step_s else 0
         for choice in self.starts():
-            self._walk(choice)
-        return min(as_fast(self.forecasts), key=_departure) if self._found else None
+            self._walk(choice, rows=rows)
+        return self._nearest_of_fastest()
+
+    def _nearest_of_fastest(self) -> Forecast | None:
+        """Of plans that are hardly slower than the fastest one, the one that is nearest to AdamW.
+
+        Estimates say which ones to forecast: one for each departure from AdamW.
+        """
+        while self._found:
+            fastest = self.forecast(min(self.estimates, key=lambda each: each.step_s))
+            if not fastest.fits:
+                self._drop(fastest)
+                continue
+            tried: set[tuple[int, int]] = set()
+            for estimate in sorted(as_fast(self.estimates), key=_departure):
+                if (departure := _departure(estimate)[:2]) not in tried:
+                    tried.add(departure)
+                    found = self.forecast(estimate)
+                    if found.fits and found.step_s * (1 - WORTH_IT) <= fastest.step_s:
+                        return found
+            return fastest
+        return None
+
+    def _of_interest(self, rows: bool) -> float:
+        """Seconds of a step beyond which a plan is neither returned nor a way to one."""
+        if rows or not self._found:
+            return math.inf
+        return NEAR * min(each.step_s for each in self.estimates)
+
+    def _drop(self, found: Forecast) -> None:
+        """Forget the estimate of a forecast that does not fit: packing its gradient buffers takes more."""
+        for key, each in self._forecasts.items():
+            if each is found:
+                del self._found[key]
 
     def explore(self) -> list[Forecast]:
         """Change one option at a time from every plan on a frontier, until no better one is found.
 
         Returns:
-            All plans that were simulated.
+            Estimates of all plans that were simulated.
         """
         for choice in self.starts():
             self.simulate(choice)
-        explored: set[str] = set()
+        explored: set[Key] = set()
         while keys := self._on_frontiers() - explored:
             explored |= keys
-            for key in sorted(keys):
+            for key in [key for key in self._found if key in keys]:
                 for choice in self.neighbors(self._found[key][0]):
                     self.simulate(choice)
-        return self.forecasts
+        return self.estimates
 
     def options_of(self, found: Forecast) -> Options:
-        """All options of a plan that was simulated."""
-        (choice,) = (choice for choice, plan in self._found.values() if plan is found)
-        candidate = self.candidate(choice)
-        assert candidate is not None
-        return candidate.options
+        """All options of a plan that was forecast."""
+        (key,) = (key for key, plan in self._forecasts.items() if plan is found)
+        return self._candidate_of(key).options
 
     def by_place(self, best: Forecast | None) -> list[Forecast]:
         """The fastest known plan of each place, or ``best`` of its own; a forecast of the start if none fits."""
+        of_best = {key for key, plan in self._forecasts.items() if plan is best}
         plans = []
         for start in self.starts():
-            known = [plan for choice, plan in self._found.values() if choice[0] == start[0]]
+            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == start[0]}
+            ordered = sorted(known, key=lambda key: (key not in of_best, known[key].step_s))
+            fitting = (plan for key in ordered if (plan := self._forecast(self._candidate_of(key))).fits)
             candidate = self.candidate(start)
             assert candidate is not None
-            fastest = min(known, key=lambda plan: (plan is not best, plan.step_s), default=None)
-            plans.append(fastest or forecast(candidate.options, self.scenario))
+            plans.append(next(fitting, None) or self._forecast(candidate))
         return plans
 
-    def _walk(self, start: Choice) -> None:
+    def _walk(self, start: Choice, *, rows: bool) -> None:
         """Change what stays resident, the ratio or the stride of a place's fastest plan until none is faster."""
-        self.simulate(start, beaten=True)
+        self.simulate(start, beaten=True, within=self._of_interest(rows))
         before: Forecast | None = None
         while known := [each for each in self._found.values() if each[0][0] == start[0]]:
             choice, found = min(known, key=lambda each: each[1].step_s)
@@ -337,16 +368,14 @@ class Search:
             before = found
             for number, alternatives in enumerate(self.dimensions):
                 for index in range(len(alternatives)) if alternatives[0].keys() <= _WALKED else ():
-                    self.simulate((*choice[:number], index, *choice[number + 1 :]), beaten=True)
+                    other = (*choice[:number], index, *choice[number + 1 :])
+                    self.simulate(other, beaten=True, within=min(found.step_s, self._of_interest(rows)))
 
-    def _on_frontiers(self) -> set[str]:
-        best = [each for memory in (device_first, host_first) for each in chain(self.forecasts, memory)]
+    def _on_frontiers(self) -> set[Key]:
+        best = [each for memory in (device_first, host_first) for each in chain(self.estimates, memory)]
         return {key for key, (_, found) in self._found.items() if any(found is each for each in best)}
 
-    def _options(self, choice: Choice) -> Options | None:
-        changes: dict[str, Any] = {}
-        for number, found in zip(choice, self.dimensions, strict=True):
-            changes |= found[number]
+    def _options(self, changes: Mapping[str, Any]) -> Options | None:
         scenario = self.scenario
         try:
             options = replace(scenario.options, **changes)
@@ -358,30 +387,65 @@ class Search:
         in_vain |= options.policy == "twinflow" and "ratio" in searched and options.ratio == 1.0
         if in_vain or (self.exact and departures(options)):
             return None
-        resolved = resolve_stride(options, scenario.hardware, scenario.model.params)
+        resolved = self._with_stride(options)
         # Every subgroup has a parameter at least: such a stride streams nothing, as None does.
         streams_nothing = resolved.stride is not None and resolved.stride > len(scenario.model.params)
         return None if streams_nothing and "update_stride" in searched else resolved
 
-    def _smaller(self, choice: Choice, candidate: Candidate, fixed: int) -> Choice:
+    def _with_stride(self, options: Options) -> Options:
+        """With the stride of Equation 1 if none is given, which depends on few options."""
+        if not options.measures_stride:
+            return options
+        key = (options.longest_window, options.state_dtype)
+        if key not in self._strides:
+            resolved = resolve_stride(options, self.scenario.hardware, self.scenario.model.params)
+            self._strides[key] = resolved.stride
+        return replace(options, update_stride=self._strides[key])
+
+    def _smaller(self, choice: Choice, candidate: Candidate, fixed: int, *, near: bool = False) -> Choice:
         """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another.
 
         The place and the dimension ``fixed`` stay.
+
+        Args:
+            near: try the next alternatives of a dimension only, as often as that helps.
         """
         before = None
+        read = self._read[choice[0]] - {0, fixed}
         while candidate.missing and candidate.missing != before:
             before = candidate.missing
-            for number, found in enumerate(self.dimensions[1:], start=1):
-                for index in range(len(found)) if number != fixed and candidate.missing else ():
+            for number in sorted(read):
+                count, at = len(self.dimensions[number]), choice[number]
+                for index in (at - 1, at + 1) if near else range(count):
+                    if not candidate.missing or not 0 <= index < count:
+                        continue
                     other = (*choice[:number], index, *choice[number + 1 :])
                     changed_one = self.candidate(other)
                     if changed_one is not None and changed_one.missing < candidate.missing:
                         choice, candidate = other, changed_one
         return choice
 
+    @cached_property
+    def _may_keep_activations(self) -> bool:
+        """Whether a plan fits without recomputation."""
+        numbers = [number for number, found in enumerate(self.dimensions) if {"recompute": False} in found]
+        for number in numbers:
+            for start in range(len(self.dimensions[0])):
+                choice = (start, *(0 for _ in self.dimensions[1:]))
+                if (candidate := self.candidate(choice)) is None:
+                    continue
+                fitting = self.candidate(self._smaller(choice, candidate, number))
+                if fitting is not None and not fitting.missing:
+                    return True
+        return False
+
+    def _is_ideal(self, found: Forecast) -> bool:
+        """Return whether the device waits for nothing, and recomputes nothing that it might not."""
+        return found.is_free and not (found.recompute and self._may_keep_activations)
+
     def _beaten(self, candidate: Candidate) -> bool:
         """Whether plans in which the device does not wait need less of each memory: more memory saves no time."""
-        free = [found for _, found in self._found.values() if found.is_free]
+        free = [found for _, found in self._found.values() if self._is_ideal(found)]
         return any(found.device_bytes <= sum(candidate.needs.device.values()) for found in free) and any(
             found.host_bytes <= sum(candidate.needs.host.values()) for found in free
         )
@@ -392,8 +456,8 @@ def _departure(found: Forecast) -> tuple[int, int, float]:
     return len(found.departures), Options.from_keywords(**found.options).longest_window, found.step_s
 
 
-def _key(options: Options) -> str:
-    return repr(changed(options))
+def _key(options: Options, *, recompute: bool) -> Key:
+    return (*_VALUES(options), recompute)
 
 
 def as_fast(forecasts: Collection[Forecast]) -> list[Forecast]:
@@ -417,7 +481,8 @@ def chain(forecasts: Collection[Forecast], memory: Memory) -> list[Forecast]:
     last = min(forecasts, key=lambda each: (memory(each)[0], each.step_s, memory(each)[1]))
     kept = [first]
     for each in sorted(forecasts, key=lambda each: (each.step_s, *memory(each))):
-        if memory(each)[0] <= memory(kept[-1])[0] - ALIKE * memory(first)[0] and each.step_s > first.step_s:
+        less = memory(kept[-1])[0] - memory(each)[0]
+        if less > 0 and less >= ALIKE * memory(first)[0] and each.step_s > first.step_s:
             kept.append(each)
     if memory(kept[-1])[0] > memory(last)[0]:
         kept.append(last)
@@ -486,7 +551,12 @@ def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = F
         ValueError: the given options exclude each other under every policy, or the hardware lacks a number.
     """
     search = Search(scenario, given, exact=exact)
-    found = search.explore()
+    estimates = search.explore()
+    shown = [*chain(estimates, device_first), *chain(estimates, host_first)]
+    if estimates:
+        shown.append(min(estimates, key=lambda each: each.step_s))
+    forecasts = {id(each): search.forecast(each) for each in shown}
+    found = [each for each in forecasts.values() if each.fits]
     return Frontier(
         scenario=scenario,
         fastest=min(found, key=lambda each: each.step_s, default=None),
@@ -498,11 +568,18 @@ def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = F
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a model can be trained: ``best`` is its fastest plan, None if none fits, and ``nearest`` lacks least."""
+    """Whether a model can be trained.
+
+    Attributes:
+        best: its fastest plan, None if none fits. nearest: the plan that lacks the fewest bytes.
+        remedies: if none fits, what one would fit with: by memory its least bytes, ``"files"`` on a disk where the
+            hardware has none, and ``"tokens"`` of a step.
+    """
 
     scenario: Scenario
     best: Forecast | None
     nearest: Candidate
+    remedies: Mapping[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: bytes, seconds, tokens per second."""
@@ -512,6 +589,7 @@ class Fit:
             "parameters": self.scenario.model.numel,
             "best": best,
             "shortages": self.nearest.needs.shortages(self.scenario.hardware),
+            "fits_with": dict(self.remedies),
         }
 
 
@@ -519,7 +597,40 @@ def fit(scenario: Scenario, given: Collection[str] = (), *, exact: bool = False)
     """The fastest plan of a model on given hardware; arguments and errors as for ``frontier``."""
     search = Search(scenario, given, exact=exact)
     best = search.fastest()
-    return Fit(scenario, best, search.nearest())
+    if best is not None:
+        return Fit(scenario, best, search.nearest(), {})
+    near = search.nearest()
+    remedies = search.remedies() | _with_a_disk(scenario, given, exact=exact)
+    if near.needs.shortages(scenario.hardware).keys() == {"device"}:
+        remedies |= _with_fewer_tokens(scenario, given, exact=exact)
+    return Fit(scenario, None, near, remedies)
+
+
+def _with_a_disk(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+    """Bytes of state in files with which a plan fits if hardware without a disk has one."""
+    if scenario.hardware.disk_read is not None or "offload_device" in given:
+        return {}
+    hardware = replace(scenario.hardware, disk_read=1.0, disk_write=1.0, disk_bytes=math.inf)
+    options = replace(scenario.options, nvme_path=SOME_DISK)
+    fitting = _fits(replace(scenario, hardware=hardware, options=options), given, exact=exact)
+    return {} if fitting is None else {"files": fitting.needs.sums()["disk"]}
+
+
+def _with_fewer_tokens(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+    """Tokens of a step with which a plan fits: a half, a quarter and so on, down to a sequence."""
+    tokens = scenario.tokens // 2
+    while tokens >= max(1, scenario.model.context):
+        if _fits(replace(scenario, tokens=tokens), given, exact=exact) is not None:
+            return {"tokens": tokens}
+        tokens //= 2
+    return {}
+
+
+def _fits(scenario: Scenario, given: Collection[str], *, exact: bool) -> Candidate | None:
+    """A plan that fits, of those that a search begins with."""
+    search = Search(scenario, given, exact=exact)
+    found = (search.candidate(choice) for choice in search.starts())
+    return next((each for each in found if each is not None and not each.missing), None)
 
 
 def kept_by_auto(options: Options) -> set[str]:
@@ -549,8 +660,22 @@ def choose(scenario: Scenario) -> Options:
     )
 
 
+def divide(scenario: Scenario) -> Forecast:
+    """The fastest way to divide the tokens of a step under the scenario's options; the nearest to fitting if none fits.
+
+    ``update_stride`` is resolved.
+
+    Raises:
+        ValueError: the model cannot have the options.
+    """
+    node_plan(scenario.options, replace(scenario, recompute=False))
+    search = Search(scenario, divide_only=True)
+    best = search.fastest()
+    return search.by_place(None)[0] if best is None else best
+
+
 def compare(scenario: Scenario) -> tuple[list[Forecast], Forecast | None]:
     """The fastest plan of each place for the state, also where none fits, and the one that ``choose`` takes."""
     search = Search(scenario, kept_by_auto(scenario.options))
-    best = search.fastest()
+    best = search.fastest(rows=True)
     return search.by_place(best), best

@@ -26,6 +26,9 @@ from zenflow_compile.timeline import COMPUTE, D2H, DISK, H2D, Event, worker_lane
 
 _NS = 1e9
 
+ALIKE = 1e-4
+"""Relative difference below which two cycles of a simulation take the same time."""
+
 
 def simulate(
     plan: Plan,
@@ -67,7 +70,7 @@ def simulate(
     _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute)
     recorded = max(4, 3 * work.cycle) if steps is None else check_integer("steps", steps, 1)
-    threads = _threads(hardware, workers)
+    threads = threads_of(hardware, workers)
     device = SimulatedDevice(work, hardware, threads, final_at_step, first_step=first_step(work))
     steady = run_until_steady(device, steps=recorded, whole=steps is None)
     recording = recording_of(plan, _events(rows_of(device, steady), threads), plan.model_bytes // hardware.devices)
@@ -126,8 +129,20 @@ def steady_step(
     """
     _check(plan, hardware, model)
     work = workload_of(plan, hardware, model, tokens=tokens, recompute=recompute, coarse=True)
-    device = SimulatedDevice(work, hardware, _threads(hardware, workers), final_at_step, first_step=first_step(work))
-    steady = run_until_steady(device, steps=work.cycle, whole=True)
+    return steady_step_of(work, hardware, final_at_step=final_at_step, workers=workers)
+
+
+def steady_step_of(
+    work: Workload,
+    hardware: Hardware,
+    *,
+    final_at_step: bool = False,
+    workers: int | None = None,
+    alike: float = ALIKE,
+) -> SteadyStep:
+    """The numbers of a step of ``work``; see ``steady_step``, and ``ALIKE``."""
+    device = SimulatedDevice(work, hardware, threads_of(hardware, workers), final_at_step, first_step=first_step(work))
+    steady = run_until_steady(device, steps=work.cycle, whole=True, alike=alike)
     rows = list(rows_of(device, steady))
 
     def seconds(lane: str, kind: str) -> float:
@@ -149,7 +164,12 @@ def steady_step(
     )
 
 
-def _threads(hardware: Hardware, workers: int | None) -> int:
+def threads_of(hardware: Hardware, workers: int | None) -> int:
+    """Threads of each device that update on the host.
+
+    Raises:
+        TypeError, ValueError: ``workers`` is no integer, or more than the share of the cores.
+    """
     if workers is None:
         return hardware.workers
     remedy = f": the cores of {hardware.name!r} for each of its devices in use; None takes all of them but two"
@@ -178,7 +198,6 @@ def _events(rows: Iterable[Row], workers: int) -> tuple[Event, ...]:
 
 
 _RUN_IN = 4  # steps
-_ALIKE = 1e-4  # relative difference below which two cycles take the same time
 _PATIENCE = 24  # steps, in at least three cycles, after which the second half is reported even if nothing repeats
 
 
@@ -187,12 +206,13 @@ def first_step(work: Workload) -> int:
     return 0 if work.in_files else max(0, work.cycle - _RUN_IN)
 
 
-def run_until_steady(device: SimulatedDevice, *, steps: int, whole: bool) -> range:
+def run_until_steady(device: SimulatedDevice, *, steps: int, whole: bool, alike: float = ALIKE) -> range:
     """Run ``device``, which begins at ``first_step``, and finish its work in flight.
 
     Args:
         steps: to report.
         whole: report more steps, up to whole periods of the steady state.
+        alike: see ``ALIKE``.
 
     Returns:
         The steps to report.
@@ -200,7 +220,7 @@ def run_until_steady(device: SimulatedDevice, *, steps: int, whole: bool) -> ran
     cycle = device.work.cycle
     first, period = cycle + device.work.staleness, cycle
     if device.work.in_files:
-        cycles, steady = _run_until_cycles_repeat(device)
+        cycles, steady = _run_until_cycles_repeat(device, alike)
         first += (cycles - steady - 1) * cycle
         period *= steady
     if whole:
@@ -228,7 +248,7 @@ def rows_of(device: SimulatedDevice, steps: range) -> Iterator[Row]:
         yield Row(row.lane, row.kind, row.begin - origin, row.end - origin, step - shift, row.param, row.size)
 
 
-def _run_until_cycles_repeat(device: SimulatedDevice) -> tuple[int, int]:
+def _run_until_cycles_repeat(device: SimulatedDevice, alike: float) -> tuple[int, int]:
     """Returns how many cycles ran, and how many of the last ones count."""
     cycle = device.work.cycle
     longest = max(3, _PATIENCE // cycle)
@@ -238,7 +258,7 @@ def _run_until_cycles_repeat(device: SimulatedDevice) -> tuple[int, int]:
         end = device.step_ends[device.next_step - 1]
         before = seconds, progress
         seconds, progress = end - begin, device.machine.files.progress()
-        if abs(seconds - before[0]) <= _ALIKE * before[0] and progress == before[1]:
+        if abs(seconds - before[0]) <= alike * before[0] and progress == before[1]:
             return count, 1
         begin = end
     return longest, longest // 2

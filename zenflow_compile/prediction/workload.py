@@ -196,11 +196,11 @@ def workload_of(
     cycle = math.lcm(*(param.interval for param in plan.params if param.offloaded))
     # Layers that are combined would need a larger ring than each of them does.
     most = COARSE_LAYERS if coarse and plan.weights is None else len(model.params)
-    named = _named_blocks(model, most)
+    named = named_blocks(model, most)
     steps = _spaced(cycle, max(1, COARSE_CYCLE // len(named)) if coarse else cycle)
     devices = hardware.devices
     backward_factor = 3.0 if recompute else 2.0
-    forwards, head = _forward_seconds(hardware, model, tokens, [indices for _, indices in named])
+    forwards, head = forward_seconds(hardware, model, tokens, [indices for _, indices in named])
     in_turn = {param.index for param in plan.params_in_turn}
     blocks = []
     for (name, indices), forward in zip(named, forwards, strict=True):
@@ -213,14 +213,14 @@ def workload_of(
                 forward=_stages(loads, forward),
                 backward=_backward_stages(plan, loads, forward, recompute=recompute),
                 split=split / hardware.device_bandwidth,
-                gradient=_sent(sum(param.weight_bytes for param in params), devices),
-                gathered=_sent(sum(_own_elements(param) * param.dtype.itemsize for param in params), devices),
+                gradient=sent_in_ring(sum(param.weight_bytes for param in params), devices),
+                gathered=sent_in_ring(sum(own_elements(param) * param.dtype.itemsize for param in params), devices),
                 parts=_parts(plan, params, in_turn, steps, devices),
             )
         )
     update_rate = devices * hardware.device_bandwidth / DEVICE_UPDATE_BYTES
     rewritten = [param for param in plan.params if plan.rewrites_weight(param)]
-    own = sum(_own_elements(param) for param in plan.params if not param.streamed and not plan.rewrites_weight(param))
+    own = sum(own_elements(param) for param in plan.params if not param.streamed and not plan.rewrites_weight(param))
     return Workload(
         blocks=tuple(blocks),
         subgroups=_subgroups(plan, hardware),
@@ -281,7 +281,7 @@ def _spaced(cycle: int, most: int) -> Sequence[int]:
     return [(2 * number + 1) * cycle // (2 * most) for number in range(most)]
 
 
-def _forward_seconds(
+def forward_seconds(
     hardware: Hardware, model: ModelShape, tokens: int, blocks: Sequence[range]
 ) -> tuple[list[float], float]:
     """Seconds of the forward: of each block with these indices of parameters, and of its end.
@@ -305,7 +305,7 @@ def _forward_seconds(
     return times, seconds(2.0 * sum(spec.numel for spec in model.params if spec.name == model.tied))
 
 
-def _named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
+def named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
     """Names and parameter indices of blocks, in forward order; one block per parameter if nothing repeats.
 
     Consecutive layers are combined if there are more than ``most`` of them.
@@ -323,12 +323,12 @@ def _named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
     return [*before, *named, *after]
 
 
-def _own_elements(param: ParamPlan) -> int:
+def own_elements(param: ParamPlan) -> int:
     """Elements that the device updates."""
     return param.k * param.length if param.offloaded else param.numel
 
 
-def _sent(size: int, devices: int) -> int:
+def sent_in_ring(size: int, devices: int) -> int:
     """Bytes that each device sends in a ring's reduce-scatter, and receives in its all-gather (Thakur et al. 2005)."""
     return size * (devices - 1) // devices
 
