@@ -37,7 +37,7 @@ def shares(policy: str) -> dict[str, float]:
 def test_hidden_and_exposed_are_what_the_policy_does() -> None:
     assert shares("resident") == {}
     assert shares("zero_offload")[EXPOSED.meaning] == 1.0
-    assert shares("zenflow")[HOST.meaning] == 1.0
+    assert shares("zenflow")[HOST.meaning] > 0.99
     assert 0.9 < shares("twinflow")[EXPOSED.meaning] < 1.0  # the device's half of the updates hides a little
 
 

@@ -100,7 +100,7 @@ def test_link_of_a_checkout_is_not_a_second_package(name: str) -> None:
 def test_wheel_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    kinds = (".py", ".typed", ".cpp", ".h")
+    kinds = (".py", ".typed", ".cpp", ".h", ".html")
     files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in kinds}
     assert {"zenflow_compile/py.typed", "zenflow_compile/native/host_updates.cpp"} <= files
     assert {name for name in names if ".dist-info/" not in name} == files

@@ -282,7 +282,7 @@ class Search:
             ]
             if not near or self._is_ideal(best) or not_faster == PATIENCE:
                 break
-            _, key = min(near)
+            _, key = min(near, key=lambda pair: pair[0])  # keys have None in them, which has no order
             explored.add(key)
             for neighbor in self.neighbors(self._found[key][0]):
                 self.simulate(neighbor, within=self._of_interest(rows))
