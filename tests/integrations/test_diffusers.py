@@ -1,4 +1,4 @@
-"""diffusers: a UNet and a diffusion transformer train as in its scripts, under Accelerate, and their averages are saved."""
+"""diffusers: a UNet and a diffusion transformer train under Accelerate as in its scripts, with their averages."""
 
 from __future__ import annotations
 
