@@ -144,6 +144,7 @@ class Estimator:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
+        self._scenarios = {recompute: replace(scenario, recompute=recompute) for recompute in (False, True)}
         self.is_exact = len(scenario.model.params) <= FEW_PARAMETERS
         """Whether estimates are forecasts."""
         self._named = named_blocks(scenario.model, BLOCKS)
@@ -157,6 +158,7 @@ class Estimator:
         self._placed: dict[tuple[object, ...], _Placed] = {}
         self._numbers: dict[tuple[int, int], ParamPlan] = {}
         self._plans: dict[tuple[object, ...], CountedPlan] = {}
+        self._plans_of_runs: dict[tuple[int, int | None, int], CountedPlan] = {}
         self._needs: dict[tuple[int, bool], MemoryNeeds] = {}  # but for activations and the window of files
         self._activations: dict[tuple[int, bool], int] = {}
 
@@ -166,7 +168,7 @@ class Estimator:
         Raises:
             ValueError: the model cannot have the options.
         """
-        scenario = replace(self._scenario, recompute=recompute)
+        scenario = self._scenarios[recompute]
         if self.is_exact:
             return needs(options, scenario)
         counted = self._counted(options, recompute=recompute)
@@ -191,7 +193,7 @@ class Estimator:
         Returns:
             None if the bytes that move, or the device's own work, take longer than ``within``.
         """
-        scenario, hardware = replace(self._scenario, recompute=recompute), self._scenario.hardware
+        scenario, hardware = self._scenarios[recompute], self._scenario.hardware
         if self.is_exact:
             return forecast(options, scenario)
         work = self.workload(options, recompute=recompute)
@@ -215,7 +217,10 @@ class Estimator:
         return self._of_run(self._counted(options, recompute=recompute), options)
 
     def _of_run(self, counted: CountedPlan, options: Options) -> CountedPlan:
-        return replace(counted, host_window_bytes=options.host_window_bytes, micro_batches=micro_batches(options))
+        key = (id(counted), options.host_window_bytes, micro_batches(options))  # a counted plan is kept
+        if key not in self._plans_of_runs:
+            self._plans_of_runs[key] = replace(counted, host_window_bytes=key[1], micro_batches=key[2])
+        return self._plans_of_runs[key]
 
     def _counted(self, options: Options, *, recompute: bool) -> CountedPlan:
         placed, kinds = self._place(options, recompute=recompute), self.kinds(options)
@@ -255,7 +260,7 @@ class Estimator:
             if where not in self._layouts:
                 self._layouts[where] = self._lay_out(options)
             if loading not in self._weights:
-                self._weights[loading] = weight_memory(options, replace(self._scenario, recompute=recompute))
+                self._weights[loading] = weight_memory(options, self._scenarios[recompute])
             layout, weights = self._layouts[where], self._weights[loading]
             loaded = frozenset[int]() if weights is None else weights.offloaded
             loads = [index in loaded for index in range(len(layout.sides))]
