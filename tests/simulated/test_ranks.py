@@ -30,7 +30,7 @@ from tests.simulated.cases import (
 )
 from tests.simulated.mutants import FORCED_ORDERS_OF_RANKS, RANK_MUTANTS
 from tests.simulated.simulator import PATTERNS, load_simulator
-from tests.simulated.streams import Stream, default_stream
+from tests.simulated.streams import Event, Stream, default_stream
 from tests.support.rank_processes import RankProcesses
 from tests.support.training import IN_FLIGHT
 from zenflow_compile.runtime.device.devices import device_of
@@ -182,10 +182,13 @@ def held(stream: Stream) -> Iterator[None]:
     assert device.streams is not None
     flags = HostFlags(1, device)
     Flag(flags, 0, 1).wait_on(device.streams, stream)
+    behind = Event()
+    behind.record(stream)
     try:
         yield
     finally:
         Flag(flags, 0, 1).raise_it()
+        behind.synchronize()  # Hazard: a stream that looks later would wait for memory that is others' by then.
 
 
 @contextmanager
