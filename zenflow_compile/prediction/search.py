@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, le
 from typing import Any
 
 from zenflow_compile.options.options import OPTION_NAMES, Options
@@ -56,6 +56,8 @@ PATIENCE = 6
 _LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
 """Options that ``policy="auto"`` searches where they are at their defaults. It keeps those that steer convergence."""
 
+_MEMORIES = ("device", "host", "disk")
+
 _WALKED = {"device_share", "ratio", "update_stride"}  # what is searched for each place, whatever else is
 
 
@@ -63,13 +65,16 @@ _WALKED = {"device_share", "ratio", "update_stride"}  # what is searched for eac
 class Candidate:
     """Options, whether activations are recomputed, and the memory that they need.
 
-    ``missing``: bytes of it that the hardware does not have.
+    Attributes:
+        shortages: missing bytes of device, host and disk.
+        lack: how far they are from fitting, see ``MemoryNeeds.lack``; 0 if they fit.
     """
 
     options: Options
     recompute: bool
     needs: MemoryNeeds
-    missing: int
+    shortages: tuple[int, ...]
+    lack: float
 
     @property
     def key(self) -> Key:
@@ -167,8 +172,10 @@ class Search:
         return self._candidates[key]
 
     def _with_needs(self, options: Options, recompute: bool, needed: MemoryNeeds) -> Candidate:
-        missing = sum(needed.shortages(self.scenario.hardware).values())
-        return Candidate(options, recompute, needed, missing)
+        hardware = self.scenario.hardware
+        missing = needed.shortages(hardware)
+        lack = needed.lack(hardware) if missing else 0.0
+        return Candidate(options, recompute, needed, tuple(missing.get(memory, 0) for memory in _MEMORIES), lack)
 
     def simulate(self, choice: Choice, *, beaten: bool = False, within: float = math.inf) -> Forecast | None:
         """The estimate of a choice.
@@ -181,7 +188,7 @@ class Search:
             None if it does not fit, is beaten, or takes longer than ``within`` at any schedule.
         """
         candidate = self.candidate(choice)
-        if candidate is None or candidate.missing:
+        if candidate is None or candidate.lack:
             return None
         key = candidate.key
         if key not in self._found:
@@ -213,7 +220,7 @@ class Search:
         return self._forecasts[key]
 
     def nearest(self) -> Candidate:
-        """The candidate with the fewest missing bytes.
+        """The known candidate that lacks the least.
 
         Raises:
             ValueError: no options are left to search.
@@ -221,7 +228,7 @@ class Search:
         found = [candidate for candidate in self._candidates.values() if candidate is not None]
         if not found:
             raise ValueError("the given options exclude each other in every plan; leave some of them out")
-        return self._exactly(min(found, key=lambda each: each.missing))
+        return self._exactly(min(found, key=lambda each: each.lack))
 
     def _exactly(self, candidate: Candidate) -> Candidate:
         """With the memory of a forecast."""
@@ -232,33 +239,47 @@ class Search:
 
     def remedies(self) -> dict[str, int]:
         """By memory, the least bytes of it with which a plan fits, if the hardware has enough of the others."""
-        found = {memory: self._least(memory) for memory in ("device", "host", "disk")}
+        found = {memory: self._least(number) for number, memory in enumerate(_MEMORIES)}
         return {memory: each.needs.sums()[memory] for memory, each in found.items() if each is not None}
 
-    def _least(self, memory: str) -> Candidate | None:
-        """The plan that needs the least of one memory, and fits the others; None if all lack others, or none lacks it.
+    def _least(self, memory: int) -> Candidate | None:
+        """The known plan that needs the least of one memory, which it lacks, and fits the others; None if none does."""
 
-        It begins with the best one that is known, and changes one dimension after another.
+        def alone(candidate: Candidate | None) -> bool:
+            return candidate is not None and candidate.lack > 0 and sum(candidate.shortages) == candidate.shortages[memory]
+
+        known = [each for each in self._candidates.values() if each is not None and alone(each)]
+        exact = map(self._exactly, sorted(known, key=lambda each: each.shortages[memory]))
+        return next(filter(alone, exact), None)
+
+    def _frugal(self, place: int) -> Choice | None:
+        """A choice of a place that fits, or else the one that lacks the least; None if the place has none.
+
+        Unlike ``_smaller`` it passes choices that lack more in sum: those of which none lacks less of every memory are
+        changed in any dimension, the nearest first, until there is no other one.
         """
-
-        def cost(candidate: Candidate) -> tuple[int, int]:
-            shortages = candidate.needs.shortages(self.scenario.hardware)
-            others = sum(size for name, size in shortages.items() if name != memory)
-            return others, candidate.needs.sums()[memory]
-
-        known = {choice: candidate for choice, candidate in self._chosen.items() if candidate is not None}
-        choice = min(known, key=lambda choice: cost(known[choice]))
-        best, before = known[choice], None
-        while best is not before:
-            before = best
-            for number in sorted(self._read[choice[0]] - {0}):
-                for index in range(len(self.dimensions[number])):
-                    other = (*choice[:number], index, *choice[number + 1 :])
-                    candidate = self.candidate(other)
-                    if candidate is not None and cost(candidate) < cost(best):
-                        choice, best = other, candidate
-        exact = self._exactly(best)
-        return exact if exact.needs.shortages(self.scenario.hardware).keys() == {memory} else None
+        known = {choice: found for choice, found in self._chosen.items() if choice[0] == place and found is not None}
+        best: dict[Choice, Candidate] = {}
+        explored: set[Choice] = set()
+        while known:
+            for choice, found in known.items():
+                if not any(_no_worse(each, found) for each in best.values()):
+                    best = {other: each for other, each in best.items() if not _no_worse(found, each)} | {choice: found}
+            nearest = min(best, key=lambda choice: best[choice].lack)
+            if not best[nearest].lack:
+                return nearest
+            left = best.keys() - explored
+            if not left:
+                return nearest
+            choice = min(left, key=lambda choice: (best[choice].lack, choice))
+            explored.add(choice)
+            others = (
+                (*choice[:number], index, *choice[number + 1 :])
+                for number in self._read[place] - {0}
+                for index in range(len(self.dimensions[number]))
+            )
+            known = {other: found for other in others if (found := self.candidate(other)) is not None}
+        return None
 
     def fastest(self, *, rows: bool = False) -> Forecast | None:
         """The fastest plan that fits; None if none fits.
@@ -271,6 +292,8 @@ class Search:
         """
         for choice in self.starts():
             self.simulate(choice, within=self._of_interest(rows))
+        if rows or not self._found:
+            self._try_frugal()
         explored: set[Key] = set()
         not_faster = 0
         while self._found:
@@ -289,7 +312,35 @@ class Search:
             not_faster = not_faster + 1 if min(each.step_s for each in self.estimates) == best.step_s else 0
         for choice in self.starts():
             self._walk(choice, rows=rows)
-        return self._nearest_of_fastest()
+        return self._nearest_of_fastest() or self._any()
+
+    def _try_frugal(self) -> None:
+        """Simulate a plan of each place in which nothing else fits."""
+        for place in range(len(self.dimensions[0])):
+            if all(choice[0] != place for choice, _ in self._found.values()):
+                choice = self._frugal(place)
+                if choice is not None:
+                    self.simulate(choice, beaten=True)
+
+    def _any(self) -> Forecast | None:
+        """A known plan that fits by a forecast, where estimates of the fastest ones were too low."""
+        fitting = {choice: each for choice, each in self._chosen.items() if each is not None and not each.lack}
+        for choice in sorted(fitting, key=lambda choice: fitting[choice].needs.sums()["host"]):
+            if not self._exactly(fitting[choice]).lack:
+                estimate = self.simulate(choice, beaten=True)
+                assert estimate is not None
+                return self.forecast(estimate)
+        return None
+
+    def fitting(self) -> Candidate | None:
+        """A plan that fits, without its time; None if none does."""
+        simple = [*self.starts()]
+        of_places = (self._frugal(place) for place in range(len(self.dimensions[0])))
+        for choice in (choice for found in (simple, of_places) for choice in found if choice is not None):
+            candidate = self.candidate(choice)
+            if candidate is not None and not candidate.lack and not (exact := self._exactly(candidate)).lack:
+                return exact
+        return None
 
     def _nearest_of_fastest(self) -> Forecast | None:
         """Of plans that are hardly slower than the fastest one, the one that is nearest to AdamW.
@@ -331,6 +382,7 @@ class Search:
         """
         for choice in self.starts():
             self.simulate(choice)
+        self._try_frugal()
         explored: set[Key] = set()
         while keys := self._on_frontiers() - explored:
             explored |= keys
@@ -345,16 +397,18 @@ class Search:
         return self._candidate_of(key).options
 
     def by_place(self, best: Forecast | None) -> list[Forecast]:
-        """The fastest known plan of each place, or ``best`` of its own; a forecast of the start if none fits."""
+        """The fastest known plan of each place, or ``best`` of its own; the nearest to fitting if none fits."""
         of_best = {key for key, plan in self._forecasts.items() if plan is best}
         plans = []
-        for start in self.starts():
-            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == start[0]}
+        for place in range(len(self.dimensions[0])):
+            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == place}
             ordered = sorted(known, key=lambda key: (key not in of_best, known[key].step_s))
             fitting = (plan for key in ordered if (plan := self._forecast(self._candidate_of(key))).fits)
-            candidate = self.candidate(start)
-            assert candidate is not None
-            plans.append(next(fitting, None) or self._forecast(candidate))
+            others = [found for choice, found in self._chosen.items() if choice[0] == place and found is not None]
+            if (plan := next(fitting, None)) is not None:
+                plans.append(plan)
+            elif others:
+                plans.append(self._forecast(min(others, key=lambda each: each.lack)))
         return plans
 
     def _walk(self, start: Choice, *, rows: bool) -> None:
@@ -403,7 +457,7 @@ class Search:
         return replace(options, update_stride=self._strides[key])
 
     def _smaller(self, choice: Choice, candidate: Candidate, fixed: int, *, near: bool = False) -> Choice:
-        """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another.
+        """The choice that is reached by the alternatives that lack the least, a dimension after another.
 
         The place and the dimension ``fixed`` stay.
 
@@ -412,16 +466,16 @@ class Search:
         """
         before = None
         read = self._read[choice[0]] - {0, fixed}
-        while candidate.missing and candidate.missing != before:
-            before = candidate.missing
+        while candidate.lack and candidate.lack != before:
+            before = candidate.lack
             for number in sorted(read):
                 count, at = len(self.dimensions[number]), choice[number]
                 for index in (at - 1, at + 1) if near else range(count):
-                    if not candidate.missing or not 0 <= index < count:
+                    if not candidate.lack or not 0 <= index < count:
                         continue
                     other = (*choice[:number], index, *choice[number + 1 :])
                     changed_one = self.candidate(other)
-                    if changed_one is not None and changed_one.missing < candidate.missing:
+                    if changed_one is not None and changed_one.lack < candidate.lack:
                         choice, candidate = other, changed_one
         return choice
 
@@ -435,7 +489,7 @@ class Search:
                 if (candidate := self.candidate(choice)) is None:
                     continue
                 fitting = self.candidate(self._smaller(choice, candidate, number))
-                if fitting is not None and not fitting.missing:
+                if fitting is not None and not fitting.lack:
                     return True
         return False
 
@@ -449,6 +503,11 @@ class Search:
         return any(found.device_bytes <= sum(candidate.needs.device.values()) for found in free) and any(
             found.host_bytes <= sum(candidate.needs.host.values()) for found in free
         )
+
+
+def _no_worse(one: Candidate, other: Candidate) -> bool:
+    """Whether the first lacks no more of any memory."""
+    return all(map(le, one.shortages, other.shortages))
 
 
 def _departure(found: Forecast) -> tuple[int, int, float]:
@@ -627,10 +686,8 @@ def _with_fewer_tokens(scenario: Scenario, given: Collection[str], *, exact: boo
 
 
 def _fits(scenario: Scenario, given: Collection[str], *, exact: bool) -> Candidate | None:
-    """A plan that fits, of those that a search begins with."""
-    search = Search(scenario, given, exact=exact)
-    found = (search.candidate(choice) for choice in search.starts())
-    return next((each for each in found if each is not None and not each.missing), None)
+    """A plan that fits; None if none does."""
+    return Search(scenario, given, exact=exact).fitting()
 
 
 def kept_by_auto(options: Options) -> set[str]:
