@@ -30,7 +30,7 @@ from zenflow_compile.prediction.forecast import (
     needs,
     resolve_stride,
 )
-from zenflow_compile.prediction.predict import predict
+from zenflow_compile.prediction.predict import predict, scenario_of
 from zenflow_compile.prediction.search import (
     ALIKE,
     Fit,
@@ -286,6 +286,27 @@ def test_remedy_is_the_least_that_fits() -> None:
     for memory in ("host", "device"):
         assert found(**{f"{memory}_bytes": remedies[memory]}).best is not None
         assert found(**{f"{memory}_bytes": remedies[memory] - 1}).best is None
+
+
+def card(model: str, **memory: float) -> Scenario:
+    """A named model on a card with other memory."""
+    return scenario_of(model, "rtx-4090", policy="auto", recompute=None, **memory)
+
+
+@pytest.mark.parametrize(
+    ("model", "device_bytes"), [("gemma2-27b", 107.1e9), ("gemma2-27b", 120e9), ("qwen3-32b", 150e9)]
+)
+def test_more_memory_never_stops_a_model_from_fitting(model: str, device_bytes: float) -> None:
+    """They fit with 107.04 GB and 124.1 GB, in plans that lack more host memory on the way."""
+    found = Search(card(model, device_bytes=device_bytes)).fitting()
+    assert found is not None
+    assert not found.shortages
+
+
+def test_remedies_of_a_large_model_hold() -> None:
+    remedies = fit(card("gemma2-27b")).remedies
+    assert remedies.keys() == {"device"}
+    assert Search(card("gemma2-27b", device_bytes=remedies["device"])).fitting() is not None
 
 
 def test_state_in_files_is_a_remedy_without_a_disk() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import islice
-from operator import attrgetter, le
+from operator import attrgetter
 from typing import Any
 
 from zenflow_compile.options.options import OPTION_NAMES, Options
@@ -56,8 +56,6 @@ PATIENCE = 6
 _LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
 """Options that ``policy="auto"`` searches where they are at their defaults. It keeps those that steer convergence."""
 
-_MEMORIES = ("device", "host", "disk")
-
 _WALKED = {"device_share", "ratio", "update_stride"}  # what is searched for each place, whatever else is
 
 
@@ -66,14 +64,14 @@ class Candidate:
     """Options, whether activations are recomputed, and the memory that they need.
 
     Attributes:
-        shortages: missing bytes of device, host and disk.
+        shortages: missing bytes by memory.
         lack: how far they are from fitting, see ``MemoryNeeds.lack``; 0 if they fit.
     """
 
     options: Options
     recompute: bool
     needs: MemoryNeeds
-    shortages: tuple[int, ...]
+    shortages: Mapping[str, int]
     lack: float
 
     @property
@@ -173,9 +171,7 @@ class Search:
 
     def _with_needs(self, options: Options, recompute: bool, needed: MemoryNeeds) -> Candidate:
         hardware = self.scenario.hardware
-        missing = needed.shortages(hardware)
-        lack = needed.lack(hardware) if missing else 0.0
-        return Candidate(options, recompute, needed, tuple(missing.get(memory, 0) for memory in _MEMORIES), lack)
+        return Candidate(options, recompute, needed, needed.shortages(hardware), needed.lack(hardware))
 
     def simulate(self, choice: Choice, *, beaten: bool = False, within: float = math.inf) -> Forecast | None:
         """The estimate of a choice.
@@ -239,18 +235,14 @@ class Search:
 
     def remedies(self) -> dict[str, int]:
         """By memory, the least bytes of it with which a plan fits, if the hardware has enough of the others."""
-        found = {memory: self._least(number) for number, memory in enumerate(_MEMORIES)}
+        found = {memory: self._least(memory) for memory in ("device", "host", "disk")}
         return {memory: each.needs.sums()[memory] for memory, each in found.items() if each is not None}
 
-    def _least(self, memory: int) -> Candidate | None:
+    def _least(self, memory: str) -> Candidate | None:
         """The known plan that needs the least of one memory, which it lacks, and fits the others; None if none does."""
-
-        def alone(candidate: Candidate | None) -> bool:
-            return candidate is not None and candidate.lack > 0 and sum(candidate.shortages) == candidate.shortages[memory]
-
-        known = [each for each in self._candidates.values() if each is not None and alone(each)]
+        known = [each for each in self._candidates.values() if each is not None and each.shortages.keys() == {memory}]
         exact = map(self._exactly, sorted(known, key=lambda each: each.shortages[memory]))
-        return next(filter(alone, exact), None)
+        return next((each for each in exact if each.shortages.keys() == {memory}), None)
 
     def _frugal(self, place: int) -> Choice | None:
         """A choice of a place that fits, or else the one that lacks the least; None if the place has none.
@@ -276,10 +268,15 @@ class Search:
             others = (
                 (*choice[:number], index, *choice[number + 1 :])
                 for number in self._read[place] - {0}
-                for index in range(len(self.dimensions[number]))
+                for index in self._apart(choice, number)
             )
             known = {other: found for other in others if (found := self.candidate(other)) is not None}
         return None
+
+    def _apart(self, choice: Choice, number: int) -> set[int]:
+        """The alternatives of a dimension next to a choice's, and the first and the last one."""
+        last = len(self.dimensions[number]) - 1
+        return {0, max(0, choice[number] - 1), min(last, choice[number] + 1), last}
 
     def fastest(self, *, rows: bool = False) -> Forecast | None:
         """The fastest plan that fits; None if none fits.
@@ -507,7 +504,7 @@ class Search:
 
 def _no_worse(one: Candidate, other: Candidate) -> bool:
     """Whether the first lacks no more of any memory."""
-    return all(map(le, one.shortages, other.shortages))
+    return all(size <= other.shortages.get(memory, 0) for memory, size in one.shortages.items())
 
 
 def _departure(found: Forecast) -> tuple[int, int, float]:
