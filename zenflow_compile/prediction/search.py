@@ -123,13 +123,14 @@ class Search:
                 yield from islice((other for other in self.neighbors(choice) if other[0] == number), 1)
 
     def neighbors(self, choice: Choice) -> Iterator[Choice]:
-        """Choices that differ in one dimension: in any place, else in the next alternative.
+        """Choices that differ in one dimension: in any place or division, else in the next alternative.
 
         One that does not fit also differs in other dimensions, which make it smaller, in two ways: by small changes,
         and by any.
         """
         for number, found in enumerate(self.dimensions):
-            indices = range(len(found)) if number == 0 else (choice[number] - 1, choice[number] + 1)
+            anywhere = number == 0 or "gradient_accumulation_steps" in found[0]  # memory is not monotone in it
+            indices = range(len(found)) if anywhere else (choice[number] - 1, choice[number] + 1)
             for index in indices if number in self._read[choice[0]] else ():
                 other = (*choice[:number], index, *choice[number + 1 :])
                 if index in range(len(found)) and (candidate := self.candidate(other)) is not None:
