@@ -243,6 +243,15 @@ def test_fewest_micro_batches_that_fit() -> None:
         assert found.micro_batch_tokens == 1024 // count
 
 
+def test_a_step_of_six_sequences_is_divided_by_six() -> None:
+    options = replace(RESIDENT, gradient_accumulation_steps=6)
+    run = scenario(RESIDENT, SLOW_HOST, llama(), policy="resident", tokens=768, recompute=False, divided=True)
+    least = needs(options, run).sums()["device"]
+    (found,) = predict(replace(run, hardware=replace(SLOW_HOST, device_bytes=least))).forecasts
+    assert (found.fits, found.micro_batches) == (True, 6)
+    assert found.options["gradient_accumulation_steps"] == 6
+
+
 def test_recomputation_where_nothing_else_fits() -> None:
     least = resident_bytes(8, recompute=False)
     found = divided(least - 1)

@@ -565,7 +565,8 @@ class Frontier:
         device: the first needs the least device memory of those that are hardly slower than ``fastest``; then less of
             it, down to the least of all. Each takes the host memory that it needs.
         host: likewise with host memory.
-        nearest: the plan that lacks the fewest bytes; it fits if any does.
+        nearest: the plan that lacks the least; it fits if any does.
+        remedies: see ``Fit``.
     """
 
     scenario: Scenario
@@ -573,6 +574,7 @@ class Frontier:
     device: tuple[Forecast, ...]
     host: tuple[Forecast, ...]
     nearest: Candidate
+    remedies: Mapping[str, int]
 
     @property
     def points(self) -> list[Forecast]:
@@ -592,7 +594,8 @@ class Frontier:
             "points": [each.as_dict() | {"departures": list(each.departures)} for each in points],
             "device": [points.index(each) for each in self.device],
             "host": [points.index(each) for each in self.host],
-            "shortages": self.nearest.needs.shortages(asked.hardware),
+            "shortages": dict(self.nearest.shortages),
+            "fits_with": dict(self.remedies),
         }
 
 
@@ -620,6 +623,7 @@ def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = F
         device=tuple(chain(found, device_first)),
         host=tuple(chain(found, host_first)),
         nearest=search.nearest(),
+        remedies={} if found else _remedies(search),
     )
 
 
@@ -628,7 +632,7 @@ class Fit:
     """Whether a model can be trained.
 
     Attributes:
-        best: its fastest plan, None if none fits. nearest: the plan that lacks the fewest bytes.
+        best: its fastest plan, None if none fits. nearest: the plan that lacks the least.
         remedies: if none fits, what one would fit with: by memory its least bytes, ``"files"`` on a disk where the
             hardware has none, and ``"tokens"`` of a step.
     """
@@ -645,7 +649,7 @@ class Fit:
             "model": self.scenario.model.name,
             "parameters": self.scenario.model.numel,
             "best": best,
-            "shortages": self.nearest.needs.shortages(self.scenario.hardware),
+            "shortages": dict(self.nearest.shortages),
             "fits_with": dict(self.remedies),
         }
 
@@ -654,38 +658,34 @@ def fit(scenario: Scenario, given: Collection[str] = (), *, exact: bool = False)
     """The fastest plan of a model on given hardware; arguments and errors as for ``frontier``."""
     search = Search(scenario, given, exact=exact)
     best = search.fastest()
-    if best is not None:
-        return Fit(scenario, best, search.nearest(), {})
-    near = search.nearest()
-    remedies = search.remedies() | _with_a_disk(scenario, given, exact=exact)
-    if near.needs.shortages(scenario.hardware).keys() == {"device"}:
-        remedies |= _with_fewer_tokens(scenario, given, exact=exact)
-    return Fit(scenario, None, near, remedies)
+    return Fit(scenario, best, search.nearest(), _remedies(search) if best is None else {})
 
 
-def _with_a_disk(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+def _remedies(search: Search) -> dict[str, int]:
+    """What a plan would fit with, see ``Fit``."""
+    remedies = search.remedies() | _with_a_disk(search)
+    return remedies | (_with_fewer_tokens(search) if search.nearest().shortages.keys() == {"device"} else {})
+
+
+def _with_a_disk(search: Search) -> dict[str, int]:
     """Bytes of state in files with which a plan fits if hardware without a disk has one."""
+    scenario, given = search.scenario, search.given
     if scenario.hardware.disk_read is not None or "offload_device" in given:
         return {}
     hardware = replace(scenario.hardware, disk_read=1.0, disk_write=1.0, disk_bytes=math.inf)
     options = replace(scenario.options, nvme_path=SOME_DISK)
-    fitting = _fits(replace(scenario, hardware=hardware, options=options), given, exact=exact)
+    fitting = Search(replace(scenario, hardware=hardware, options=options), given, exact=search.exact).fitting()
     return {} if fitting is None else {"files": fitting.needs.sums()["disk"]}
 
 
-def _with_fewer_tokens(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+def _with_fewer_tokens(search: Search) -> dict[str, int]:
     """Tokens of a step with which a plan fits: a half, a quarter and so on, down to a sequence."""
-    tokens = scenario.tokens // 2
-    while tokens >= max(1, scenario.model.context):
-        if _fits(replace(scenario, tokens=tokens), given, exact=exact) is not None:
+    tokens = search.scenario.tokens // 2
+    while tokens >= max(1, search.scenario.model.context):
+        if Search(replace(search.scenario, tokens=tokens), search.given, exact=search.exact).fitting() is not None:
             return {"tokens": tokens}
         tokens //= 2
     return {}
-
-
-def _fits(scenario: Scenario, given: Collection[str], *, exact: bool) -> Candidate | None:
-    """A plan that fits; None if none does."""
-    return Search(scenario, given, exact=exact).fitting()
 
 
 def kept_by_auto(options: Options) -> set[str]:
@@ -707,8 +707,7 @@ def choose(scenario: Scenario) -> Options:
     if (best := search.fastest()) is not None:
         return search.options_of(best)
     near = search.nearest()
-    shortages = near.needs.shortages(scenario.hardware)
-    lacks = " and ".join(f"{size / 1e9:.3g} GB of {memory} memory" for memory, size in shortages.items())
+    lacks = " and ".join(f"{size / 1e9:.1f} GB of {memory} memory" for memory, size in near.shortages.items())
     raise ValueError(
         f"no policy fits {scenario.hardware.name!r}: {near.options.policy} comes nearest and lacks {lacks}; use fewer "
         "tokens per step, recompute activations, give nvme_path for state in files, or take a smaller model"
