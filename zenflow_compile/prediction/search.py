@@ -255,9 +255,9 @@ class Search:
         best: dict[Choice, Candidate] = {}
         explored: set[Choice] = set()
         while known:
-            for choice, found in known.items():
-                if not any(_no_worse(each, found) for each in best.values()):
-                    best = {other: each for other, each in best.items() if not _no_worse(found, each)} | {choice: found}
+            for choice, new in known.items():
+                if not any(_no_worse(each, new) for each in best.values()):
+                    best = {other: each for other, each in best.items() if not _no_worse(new, each)} | {choice: new}
             nearest = min(best, key=lambda choice: best[choice].lack)
             if not best[nearest].lack:
                 return nearest
@@ -403,8 +403,8 @@ class Search:
             ordered = sorted(known, key=lambda key: (key not in of_best, known[key].step_s))
             fitting = (plan for key in ordered if (plan := self._forecast(self._candidate_of(key))).fits)
             others = [found for choice, found in self._chosen.items() if choice[0] == place and found is not None]
-            if (plan := next(fitting, None)) is not None:
-                plans.append(plan)
+            if (fastest := next(fitting, None)) is not None:
+                plans.append(fastest)
             elif others:
                 plans.append(self._forecast(min(others, key=lambda each: each.lack)))
         return plans
