@@ -127,7 +127,7 @@ def _resident_bytes(scenario: Scenario, share: float, estimator: Estimator) -> l
     sizes = [size for size in _state_shares(scenario) if size > share * _state_bytes(scenario)]
     if not fitting or fitting[-1] >= max(sizes, default=0):
         return sizes
-    return sorted({fitting[max(1, round(part * len(fitting))) - 1] for part in (*_SHARES, 1.0)})
+    return sorted({*sizes, *(fitting[max(1, round(part * len(fitting))) - 1] for part in (*_SHARES, 1.0))})
 
 
 def _fitting(scenario: Scenario, share: float, estimator: Estimator) -> list[int]:
