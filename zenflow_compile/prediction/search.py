@@ -283,7 +283,8 @@ class Search:
         """The fastest plan that fits; None if none fits.
 
         It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``;
-        then by walks in each place. Where nothing fits at first, ``_frugal`` looks further. Of plans that are hardly slower, the one that is nearest to AdamW is returned.
+        then by walks in each place. Where nothing fits at first, ``_frugal`` looks further. Of plans that are hardly
+        slower, the one that is nearest to AdamW is returned.
 
         Args:
             rows: also find the fastest one of each place.
