@@ -13,7 +13,7 @@ import pytest
 
 import zenflow_compile as zf
 from zenflow_compile.cli import main
-from zenflow_compile.cli.plan_report import missing
+from zenflow_compile.cli.plan_report import enough, missing
 from zenflow_compile.performance import models
 
 # Few plans: what is given is not searched.
@@ -57,9 +57,9 @@ def test_frontier_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     device = sum(best["needs"]["device"].values()) / 1e9
     assert f"As fast, but for 1%: with {device:.1f} GB of device memory" in " ".join(text.split())
     assert "The fastest plan that fits takes" in text
-    pasted = dict(re.findall(r"^(\d+): (\{.*\})$", text, re.MULTILINE))
-    assert [json.loads(pasted[str(number)]) for number in range(1, len(points) + 1)] == [
-        each["options"] for each in points
+    pasted = re.findall(r"^(\d+): (\{.*\}) recompute=(\w+)$", text, re.MULTILINE)
+    assert [(int(number), json.loads(options), recompute == "True") for number, options, recompute in pasted] == [
+        (number, each["options"], each["recompute"]) for number, each in enumerate(points, start=1)
     ]
 
 
@@ -82,7 +82,7 @@ def test_each_gb_less_has_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pasted_options_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     for each in answer(FRONTIER, capsys)["points"]:
         given: dict[str, Any] = {"device_bytes": 1.9e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
-        given |= {"recompute": each["recompute"], "gradient_accumulation_steps": each["micro_batches"]}
+        given["recompute"] = each["recompute"]
         (again,) = zf.plan(1e8, "rtx-4090", **given | each["options"])["policies"]
         assert again["fits"]
         assert (again["step_s"], again["needs"]) == (each["step_s"], each["needs"])
@@ -90,7 +90,10 @@ def test_pasted_options_are_those_of_the_table(capsys: pytest.CaptureFixture[str
 
 def test_frontier_of_nothing_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed([*FRONTIER, "--device-memory", "0.1GB"], capsys)
-    assert re.search(r"Nothing fits\. The nearest plan lacks GB: \d\.\d on device\. Its options:\s+\{\"policy\"", text)
+    said = r"Nothing fits: the nearest plan lacks GB: \d\.\d on device\. One fits with (\d\.\d) GB of device memory"
+    found = re.search(said, " ".join(text.split()))
+    assert found is not None
+    assert "Nothing fits" not in printed([*FRONTIER, "--device-memory", f"{found[1]}GB"], capsys)
 
 
 def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,15 +101,15 @@ def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.C
     small, large = found["models"]
     assert (small["model"], large["model"]) == ("qwen3-0.6b", "llama3-70b")
     assert small["best"]["fits"]
-    assert small["best"]["options"] == {"policy": "resident"}
+    assert small["best"]["options"] == {"policy": "resident", "gradient_accumulation_steps": 1}
     assert large["best"] is None
     assert large["shortages"]["host"] > 0
     text = printed(MODELS, capsys)
     assert re.search(r"qwen3-0\.6b +1 .* yes *\n", text)
     said = " ".join(text.split())
     assert f"llama3-70b: the nearest plan lacks GB: {missing(large['shortages'])}. One fits with " in said
-    assert f"{large['fits_with']['host'] / 1e9:.1f} GB of host memory" in said
-    assert 'qwen3-0.6b: {"policy": "resident"}' in text
+    assert f"{enough(large['fits_with']['host'])} GB of host memory" in said
+    assert 'qwen3-0.6b: {"policy": "resident", "gradient_accumulation_steps": 1} recompute=False' in text
 
 
 def test_host_memory_decides_what_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,9 +177,9 @@ def test_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
         ([*SMALL, "--svg", "there.svg"], "--svg goes with --frontier; leave it out"),
         ([*MODELS, "--svg", "there.svg"], "--svg goes with --frontier; leave it out"),
         ([*SMALL, "--exact"], "--exact goes with --frontier or --models; leave it out"),
-        ([*FRONTIER, "--trace", "there.json"], "--trace is about one plan of one model"),
-        ([*FRONTIER, "--explain"], "--explain is about one plan of one model"),
-        ([*MODELS, "--frontier"], "--frontier is about one plan of one model"),
+        ([*FRONTIER, "--trace", "there.json"], "--trace applies to a single plan"),
+        ([*FRONTIER, "--explain"], "--explain applies to a single plan"),
+        ([*MODELS, "--frontier"], "--frontier applies to a single model"),
         ([*SMALL, "--host-memory", "96 bytes"], "'96 bytes' must be bytes, as 24GB, 24GiB or 2.4e10"),
         ([*SMALL, "--models"], "not allowed with argument"),
     ],

@@ -228,14 +228,17 @@ def test_weights_that_fit_are_said_to_stay(capsys: pytest.CaptureFixture[str]) -
     assert answer([*SMALL, "--policy", "zenflow"], capsys)["policies"][0]["weights"] is None
 
 
+RECOMMENDED = {"policy": "zero_infinity", "gradient_accumulation_steps": 1}
+
+
 def test_placeholder_directory_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer([*SMALL, "--policy", "zero_infinity"], capsys)
-    assert found["recommended"] == found["policies"][0]["options"] == {"policy": "zero_infinity"}
+    assert found["recommended"] == found["policies"][0]["options"] == RECOMMENDED
     assert any("Add nvme_path to the recommended options" in note for note in found["notes"])
     assert main.main([*SMALL, "--policy", "zero_infinity"]) == 0
     assert "nvme_path stands for a directory on a local disk." in capsys.readouterr().out
     given = zf.plan(3e8, "rtx-4090", tokens=1024, policy="zero_infinity", nvme_path="some/disk")
-    assert given["recommended"] == {"policy": "zero_infinity", "nvme_path": "some/disk"}
+    assert given["recommended"] == RECOMMENDED | {"nvme_path": "some/disk"}
     assert given["notes"] == []
 
 
@@ -273,7 +276,31 @@ def test_recommended_block_holds_valid_options(capsys: pytest.CaptureFixture[str
 def test_one_policy_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL, "--policy", "zenflow", "--topk-ratio", "0.2", "--update-interval", "2", "--max-grad-norm", "1"]
     (each,) = answer(arguments, capsys)["policies"]
+    assert each["options"].pop("gradient_accumulation_steps") == each["micro_batches"]
     assert each["options"] == {"policy": "zenflow", "topk_ratio": 0.2, "update_interval": 2, "max_grad_norm": 1.0}
+
+
+def test_every_option_of_a_plan_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--policy", "zenflow", "--offload-device", "nvme", "--host-window-bytes", "1GB"]
+    (each,) = answer([*SMALL, *given, "--gradient-transfer", "int8"], capsys)["policies"]
+    assert each["options"].items() >= {"offload_device": "nvme", "host_window_bytes": 10**9}.items()
+    assert each["options"]["gradient_transfer"] == "int8"
+
+
+def test_unread_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([*SMALL, "--policy", "resident", "--topk-ratio", "0.3"]) == 0
+    assert "warning: policy='resident' does not read topk_ratio (read by zenflow)" in capsys.readouterr().err
+    assert main.main([*SMALL, "--topk-ratio", "0.3"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_other_options_are_named_where_they_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A few GB too little for the policies with their defaults; enough for state in fewer bytes."""
+    assert main.main([*SMALL, "--device-memory", "1.2GB"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Nothing fits\. .* With other options a step takes .* \(--frontier .*\{\"policy\"", text)
+    assert main.main([*SMALL, "--device-memory", "0.1GB"]) == 0
+    assert "With other options nothing fits either: the nearest" in " ".join(capsys.readouterr().out.split())
 
 
 def test_hours_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,7 +473,9 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
         (["--params", "1e8", "--hardware", "h200", "--staleness", "2"], r"staleness=2 must be an integer in \[0, 1\]"),
         (["--params", "1e8", "--hardware", "h200", "--policy", "zenflo"], 'did you mean "zenflow"'),
         (["--params", "1e8", "--hardware", "h200", "--epoch-tokens", "0"], r"epoch_tokens=0\.0 must be a finite"),
-        (["--params", "1e8", "--hardware", "h200", "--device-memory", "0"], r"device_bytes=0\.0 must be a finite"),
+        (["--params", "1e8", "--hardware", "h200", "--device-memory", "0"], r"--device-memory=0\.0 must be a finite"),
+        (["--params", "1e8", "--hardware", "h200", "--topk-ratio", "nan"], r"topk_ratio=nan must be a number in"),
+        (["--params", "1e8", "--hardware", "h200", "--recompute", "--no-recompute"], "not allowed with argument"),
     ],
 )
 def test_bad_arguments_exit_with_2_before_any_work(

@@ -208,7 +208,7 @@ def test_choice_knows_optimizer_in_backward(
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_measuring_keeps_random_numbers(in_backward: bool) -> None:
     model = mlp()
-    options = {**OFFLOAD_ALL, **AUTO, "workers": 1}
+    options = {**OFFLOAD_ALL, **AUTO, "workers": 1, "device_share": "fill"}
     given = torch.random.get_rng_state()
     if in_backward:
         compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **options})

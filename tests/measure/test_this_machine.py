@@ -37,6 +37,7 @@ def quick() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "window"),
     [({"update_interval": 4}, 4), ({"policy": "auto", "tokens_per_step": 1, "update_interval": 4}, 4),
+     ({"policy": "auto", "tokens_per_step": 1, "device_share": "fill"}, 4),
      ({"policy": "deep_optimizer_states"}, 1)],
 )  # fmt: skip
 def test_host_is_measured_with_the_optimizers_parts(dtype: torch.dtype, options: dict[str, Any], window: int) -> None:

@@ -74,15 +74,19 @@ def test_title_has_the_settings_that_differ(options: dict[str, Any], title: str)
     assert of(8, **options).title == title
 
 
-def test_nearest_policy_lacks_the_fewest_bytes() -> None:
-    """The one that lacks 7 GB of one memory is nearer than the one that lacks 5 GB of two."""
+def test_nearest_policy_lacks_the_smallest_share() -> None:
+    """The one that lacks 7 GB of 100 GB is nearer than the one that lacks 5 GB of 10 GB."""
+    hardware = machine(device_bytes=10e9, host_bytes=100e9)
     fits = of()
-    two = replace(fits, label="two", shortages={"device": 5 * 10**9, "host": 5 * 10**9})
-    one = replace(fits, label="one", shortages={"device": 7 * 10**9})
-    assert (fits.missing_bytes, two.missing_bytes, one.missing_bytes) == (0, 10**10, 7 * 10**9)
-    asked = scenario_of(layers(2), machine(), tokens=1)
-    assert Prediction(asked, (two, one), None).shown is one
-    assert Prediction(asked, (two, one, fits), fits).shown is fits
+    device, host = (
+        replace(fits, needs=replace(fits.needs, device={"weights": size}, host={"state": other}), shortages={name: 1})
+        for name, size, other in (("device", 15 * 10**9, 1), ("host", 1, 107 * 10**9))
+    )
+    assert device.needs.lack(hardware) == pytest.approx(0.5)
+    assert host.needs.lack(hardware) == pytest.approx(0.07)
+    asked = scenario_of(layers(2), hardware, tokens=1)
+    assert Prediction(asked, (device, host), None).shown is host
+    assert Prediction(asked, (device, host, fits), fits).shown is fits
 
 
 # The update stride.

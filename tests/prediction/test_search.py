@@ -30,7 +30,7 @@ from zenflow_compile.prediction.forecast import (
     needs,
     resolve_stride,
 )
-from zenflow_compile.prediction.predict import predict
+from zenflow_compile.prediction.predict import predict, scenario_of
 from zenflow_compile.prediction.search import (
     ALIKE,
     Fit,
@@ -243,6 +243,15 @@ def test_fewest_micro_batches_that_fit() -> None:
         assert found.micro_batch_tokens == 1024 // count
 
 
+def test_a_step_of_six_sequences_is_divided_by_six() -> None:
+    options = replace(RESIDENT, gradient_accumulation_steps=6)
+    run = scenario(RESIDENT, SLOW_HOST, llama(), policy="resident", tokens=768, recompute=False, divided=True)
+    least = needs(options, run).sums()["device"]
+    (found,) = predict(replace(run, hardware=replace(SLOW_HOST, device_bytes=least))).forecasts
+    assert (found.fits, found.micro_batches) == (True, 6)
+    assert found.options["gradient_accumulation_steps"] == 6
+
+
 def test_recomputation_where_nothing_else_fits() -> None:
     least = resident_bytes(8, recompute=False)
     found = divided(least - 1)
@@ -286,6 +295,30 @@ def test_remedy_is_the_least_that_fits() -> None:
     for memory in ("host", "device"):
         assert found(**{f"{memory}_bytes": remedies[memory]}).best is not None
         assert found(**{f"{memory}_bytes": remedies[memory] - 1}).best is None
+
+
+def card(model: str, **memory: float) -> Scenario:
+    """A named model on a card with other memory."""
+    return scenario_of(model, "rtx-4090", policy="auto", recompute=None, **memory)
+
+
+@pytest.mark.parametrize(
+    ("model", "device_bytes"), [("gemma2-27b", 107.1e9), ("gemma2-27b", 120e9), ("qwen3-32b", 150e9)]
+)
+def test_more_memory_never_stops_a_model_from_fitting(model: str, device_bytes: float) -> None:
+    """They fit with 107.04 GB and 124.1 GB. The ways there lead through plans that lack more in sum."""
+    found = Search(card(model, device_bytes=device_bytes)).fitting()
+    assert found is not None
+    assert not found.shortages
+
+
+@pytest.mark.parametrize("model", ["gemma2-27b", "llama3-70b"])
+def test_remedies_of_a_large_model_hold(model: str) -> None:
+    found = fit(card(model))
+    assert found.remedies.keys() == {"device"}
+    both = {f"{memory}_bytes": found.nearest.needs.sums()[memory] for memory in found.nearest.shortages}
+    for more in ({"device_bytes": found.remedies["device"]}, both):
+        assert Search(card(model, **more)).fitting() is not None
 
 
 def test_state_in_files_is_a_remedy_without_a_disk() -> None:

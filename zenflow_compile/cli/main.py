@@ -107,11 +107,14 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="optimizer in backward: torch.compile(..., options=...) without an optimizer object",
     )
-    parser.add_argument(
+    recompute = parser.add_mutually_exclusive_group()
+    recompute.add_argument(
         "--recompute",
-        action=argparse.BooleanOptionalAction,
+        action="store_true",
+        default=None,
         help="recompute activations in the backward, checkpointing every layer (where that makes the fastest step)",
     )
+    recompute.add_argument("--no-recompute", action="store_false", dest="recompute", help="keep activations")
     parser.add_argument("--policy", default="auto", help="auto (all policies, and the fastest that fits) or one policy")
     for name, text in FLAGS.items():
         read: dict[str, Any] = {"metavar": "DIR"} if name == "nvme_path" else {"metavar": "X", "type": _value}
@@ -173,6 +176,8 @@ def _value(text: str) -> Any:
         return tuple(None if each.strip() == "None" else _value(each) for each in text.split(","))
     number = text.rstrip(string.ascii_letters + " ")
     try:
+        if not number.strip("+-"):
+            return float(text)  # nan and inf
         if unit := text[len(number) :].strip().upper():
             return int(float(number) * _UNITS[unit])
         if number.strip("+-").isdigit():

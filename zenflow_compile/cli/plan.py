@@ -23,6 +23,7 @@ from zenflow_compile.checks.validate import check_positive, printable
 from zenflow_compile.cli.plan_report import (
     bytes_table,
     check_plots,
+    more_options,
     print_frontier,
     print_models,
     print_prediction,
@@ -31,7 +32,7 @@ from zenflow_compile.cli.plan_report import (
 from zenflow_compile.options.options import FLAGS, Options
 from zenflow_compile.performance import hardware, models
 from zenflow_compile.performance.hardware import Hardware, hardware_of
-from zenflow_compile.prediction.forecast import Combination, Scenario, bytes_per_parameter, explain
+from zenflow_compile.prediction.forecast import SOME_DISK, Combination, Scenario, bytes_per_parameter, explain
 from zenflow_compile.prediction.predict import Prediction, predict, scenario_of, timeline
 from zenflow_compile.prediction.search import Fit, fit, frontier
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
@@ -46,7 +47,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Predict and print; ``parser`` reports errors, with exit code 2, before anything is computed."""
     try:
         _check(options)
-        Options.from_keywords(policy="resident", **_given(options))  # before a machine is measured
+        # Before a machine is measured; this policy goes with most options.
+        Options.from_keywords(**{"policy": "zero_infinity", "nvme_path": SOME_DISK} | _given(options))
         if options.models:
             return _models(options)
         scenario = _scenario(options, _model(options), _hardware(options))
@@ -54,6 +56,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             return _frontier(scenario, options)
         with _status(options):
             prediction = predict(scenario)
+            others = fit(scenario, _given(options)) if scenario.policy == "auto" and not options.json else None
     except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     if options.trace is not None:
@@ -63,6 +66,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         return 0
     console = Console()
     print_prediction(prediction, console)
+    if others is not None and (said := more_options(prediction, others)) is not None:
+        console.print(said, soft_wrap=others.best is not None)
+    if options.policy != "auto" and (unread := scenario.options.unread_note) is not None:
+        print(f"{parser.prog}: warning: {unread}", file=sys.stderr)
     if options.bytes:
         console.print(bytes_table(prediction.shown.title, _combinations(prediction)))
     _print_explained(_explained(options, prediction), console)
@@ -79,9 +86,14 @@ def _check(options: argparse.Namespace) -> None:
     for flag, goes in (("svg", options.frontier and not options.models), ("exact", searches)):
         if getattr(options, flag) and not goes:
             raise ValueError(f"--{flag} goes with --frontier{' or --models' if flag == 'exact' else ''}; leave it out")
-    for flag in ("trace", "explain", "bytes", *(["frontier"] if options.models else [])):
+    if options.models and options.frontier:
+        raise ValueError("--frontier applies to a single model; leave it out, or pass --model instead of --models")
+    for flag in ("trace", "explain", "bytes"):
         if searches and getattr(options, flag):
-            raise ValueError(f"--{flag} is about one plan of one model; leave it out, or leave the search out")
+            raise ValueError(f"--{flag} applies to a single plan; leave it out, or leave the search out")
+    for flag in ("device_memory", "host_memory"):
+        if (size := getattr(options, flag)) is not None:
+            check_positive(f"--{flag.replace('_', '-')}", size)
     if options.svg is not None:
         check_plots()
 

@@ -6,9 +6,10 @@ A frontier is also drawn as SVG, by matplotlib: the extra ``plots``. The same fr
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING = "-"
+_FASTER = 1.1  # a plan with other options is named if the known one's step takes so many times as long
 _WIDTH = 60  # smallest width of tables, so that their captions fit
 
 
@@ -54,6 +56,20 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
         console.print(Text("nvme_path stands for a directory on a local disk."))
     if prediction.exactness is not None:
         console.print(Text(prediction.exactness))
+
+
+def more_options(prediction: Prediction, found: Fit) -> Text | None:
+    """What a search of all options that are not given finds, a sentence if it is worth it; else None.
+
+    A prediction searches few of them: others steer convergence, or store the state in fewer bytes.
+    """
+    best, known = found.best, prediction.recommended
+    if best is None:
+        return Text(f"With other options nothing fits either: {reason(found)}")
+    if known is not None and known.step_s < _FASTER * best.step_s:
+        return None
+    options = pasted(best.options, recompute=best.recompute)
+    return Text(f"With other options a step takes {seconds(best.step_s)} (--frontier shows what they cost): ") + options
 
 
 def heading(asked: Scenario) -> str:
@@ -225,7 +241,11 @@ def gigabytes(size: float) -> str:
     return _NOTHING if not size else f"{size / 1e9:.1f}"
 
 
-NOTHING_FITS = "Nothing fits. The nearest plan lacks GB: {}. Its options:"
+def enough(size: float) -> str:
+    """A size in GB, rounded up: so much memory has space for it."""
+    return f"{math.ceil(size / 1e8) / 10:.1f}"
+
+
 _DIVIDED = "Micro: micro-batches of a step; r: activations are recomputed."
 _EXACT = "AdamW: whether the numbers are those of AdamW, to rounding (--exact leaves the others out)."
 
@@ -234,23 +254,23 @@ def print_frontier(found: Frontier, console: Console) -> None:
     """Print the least memory without a slower step, what less costs, and the options of all plans."""
     console.print(printable(heading(found.scenario)), style="bold", highlight=False)
     if found.fastest is None:
-        console.print(Text(NOTHING_FITS.format(missing(found.nearest.needs.shortages(found.scenario.hardware)))))
-        console.print(Text(json.dumps(changed(found.nearest.options))), soft_wrap=True)
+        console.print(Text(f"Nothing fits: {reason(found)} The options of the nearest:"))
+        console.print(pasted(changed(found.nearest.options), recompute=found.nearest.recompute), soft_wrap=True)
         return
     free_device, free_host = found.device[0], found.host[0]
     console.print(
         Text(
             f"The fastest plan that fits takes {seconds(found.fastest.step_s)}. As fast, but for 1%: with "
-            f"{gigabytes(free_device.device_bytes)} GB of device memory (and {gigabytes(free_device.host_bytes)} GB of "
-            f"the host), or with {gigabytes(free_host.host_bytes)} GB of host memory (and "
-            f"{gigabytes(free_host.device_bytes)} GB of the device)."
+            f"{free_device.device_bytes / 1e9:.1f} GB of device memory (and {free_device.host_bytes / 1e9:.1f} GB of "
+            f"the host), or with {free_host.host_bytes / 1e9:.1f} GB of host memory (and "
+            f"{free_host.device_bytes / 1e9:.1f} GB of the device)."
         )
     )
     console.print(costs("Less device memory", found, found.device, device_first))
     console.print(costs("Less host memory", found, found.host, host_first))
     console.print(Text("Options to paste:"))
     for number, each in enumerate(found.points, start=1):
-        console.print(Text(f"{number}: {json.dumps(each.options)}"), soft_wrap=True)
+        console.print(Text(f"{number}: ") + pasted(each.options, recompute=each.recompute), soft_wrap=True)
 
 
 def costs(title: str, found: Frontier, plans: Sequence[Forecast], memory: Memory) -> Table:
@@ -305,7 +325,8 @@ def print_models(fits: Sequence[Fit], console: Console) -> None:
         console.print(Text("Options to paste:"))
     for each in fits:
         if each.best is not None:
-            console.print(Text(f"{each.scenario.model.name}: {json.dumps(each.best.options)}"), soft_wrap=True)
+            options = pasted(each.best.options, recompute=each.best.recompute)
+            console.print(Text(f"{each.scenario.model.name}: ") + options, soft_wrap=True)
     too_large = [each for each in fits if each.best is None]
     if too_large:
         console.print(Text("Does not fit:"))
@@ -313,20 +334,25 @@ def print_models(fits: Sequence[Fit], console: Console) -> None:
         console.print(Text(f"{each.scenario.model.name}: {reason(each)}"))
 
 
-def reason(each: Fit) -> str:
+def pasted(options: Mapping[str, Any], *, recompute: bool) -> Text:
+    """Options of ``ZenFlowAdamW``, and beside them whether the model recomputes activations."""
+    return Text(f"{json.dumps(options)} recompute={recompute}")
+
+
+def reason(each: Fit | Frontier) -> str:
     """What the nearest plan lacks, and with what one would fit."""
     hardware, needed = each.scenario.hardware, each.nearest.needs.sums()
-    shortages = each.nearest.needs.shortages(hardware)
+    shortages = each.nearest.shortages
     has = {"device": hardware.device_bytes, "host": hardware.host_bytes, "disk": hardware.disk_bytes or 1.0}
     more = {memory: size for memory, size in each.remedies.items() if memory in has}
     ways = []
     if len(shortages) > 1 or not each.remedies:
-        ways.append(" and ".join(f"{gigabytes(needed[memory])} GB of {memory} memory" for memory in shortages))
+        ways.append(" and ".join(f"{enough(needed[memory])} GB of {memory} memory" for memory in shortages))
     if more:  # the memory that grows the least
         memory = min(more, key=lambda memory: more[memory] / has[memory])
-        ways.append(f"{gigabytes(more[memory])} GB of {memory} memory{' alone' if ways else ''}")
+        ways.append(f"{enough(more[memory])} GB of {memory} memory{' alone' if ways else ''}")
     if "files" in each.remedies:
-        ways.append(f"{gigabytes(each.remedies['files'])} GB of state in files on a disk")
+        ways.append(f"{enough(each.remedies['files'])} GB of state in files on a disk")
     if "tokens" in each.remedies:
         ways.append(f"--tokens {each.remedies['tokens']}")
     return f"the nearest plan lacks GB: {missing(shortages)}. One fits with {', or with '.join(ways)}."

@@ -134,7 +134,8 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
 def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores: Sequence[int]) -> float:
     """Bytes per second that all workers read and write, with update windows as long as the optimizer's."""
     if options.policy == "auto":
-        options = replace(options, policy="zenflow")  # the others have no update windows, and nearly the same rate
+        # The others have no update windows, and nearly the same rate. What stays resident does not matter.
+        options = replace(options, policy="zenflow", device_share=0.0)
     steps = options.longest_window
     plan = ParamPlan(
         index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps

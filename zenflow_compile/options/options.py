@@ -282,7 +282,9 @@ class Options:
         0.25, _check_device_share, also=("fill",), read_by=_ZENFLOW, flag="resident share, state as 8GB, or fill"
     )
     min_offload_size: int = _integer(4096, 0)
-    gradient_transfer: str = _choice("each", "each", "mean", "int8", read_by=_ZENFLOW)
+    gradient_transfer: str = _choice(
+        "each", "each", "mean", "int8", read_by=_ZENFLOW, flag="what the host gets of a window: each, mean or int8"
+    )
     state_dtype: str = _choice("fp32", "fp32", "bf16", "fp8", flag="how moments are stored: fp32, bf16 or fp8")
     split_master: bool = _option(False, check_flag, read_by=_OFFLOADING, flag="bf16 weights complete masters")
     ratio: float = _option(
@@ -291,11 +293,15 @@ class Options:
     update_stride: int | Literal["auto"] | None = _integer(
         None, 1, also=("auto",), read_by=("deep_optimizer_states", "zenflow"), flag="stream one of so many, or auto"
     )
-    offload_device: str = _choice("cpu", *OFFLOAD_DEVICES, read_by=("zero_infinity", "zenflow"))
+    offload_device: str = _choice(
+        "cpu", *OFFLOAD_DEVICES, read_by=("zero_infinity", "zenflow"), flag="where the host's state is: cpu or nvme"
+    )
     nvme_path: str | None = _option(
         None, _check_path, read_by=_WITH_FILES, flag="directory of state in files, measured with --hardware measured"
     )
-    host_window_bytes: int | None = _integer(None, 1, read_by=_WITH_FILES)
+    host_window_bytes: int | None = _integer(
+        None, 1, read_by=_WITH_FILES, flag="host memory that caches state in files, as 8GB"
+    )
     weight_grad_bytes: int | Literal["auto"] = _integer(0, 0, also=("auto",), read_by=_OFFLOADING)
     offload_weights: float | Literal[False, "auto"] = _option(
         False, _check_weights, also=("auto",), flag="memory of loaded weights, as 8GB, or share that leaves: 0.5"
@@ -460,15 +466,17 @@ class Options:
         reader = _ZENFLOW_IN_FILES if self.policy == "zenflow" and self.in_files else self.policy
         return not {reader, self.policy}.isdisjoint(OPTIONS[name].metadata["read_by"])
 
+    @property
+    def unread_note(self) -> str | None:
+        """The ``unread`` options with the policies that read them, as a sentence; None if there are none."""
+        named = ", ".join(f"{name} (read by {readers(name)})" for name in self.unread)
+        remedy = "leave them out, or choose a policy that reads them"
+        return f"policy={self.policy!r} does not read {named}: {remedy}" if named else None
+
     def warn_of_unread(self) -> None:
-        """Warn, once, of the ``unread`` options, with the policies that read them."""
-        if named := [f"{name} (read by {readers(name)})" for name in self.unread]:
-            warnings.warn(
-                f"policy={self.policy!r} does not read {', '.join(named)}: leave them out, or choose a policy "
-                "that reads them",
-                UserWarning,
-                stacklevel=user_stacklevel(),
-            )
+        """Warn, once, of the ``unread`` options."""
+        if (note := self.unread_note) is not None:
+            warnings.warn(note, UserWarning, stacklevel=user_stacklevel())
 
 
 OPTIONS: Mapping[str, Field[Any]] = {each.name: each for each in fields(Options)}

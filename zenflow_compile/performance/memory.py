@@ -31,6 +31,11 @@ class MemoryNeeds:
         missing = {memory: size - int(min(has[memory], size)) for memory, size in self.sums().items()}
         return {memory: count for memory, count in missing.items() if count > 0}
 
+    def lack(self, hardware: Hardware) -> float:
+        """Missing bytes as shares of the memories that are too small, added up. Of plans, the least is the nearest."""
+        has = {"device": hardware.device_bytes, "host": hardware.host_bytes, "disk": hardware.disk_bytes or 1.0}
+        return sum(size / has[memory] for memory, size in self.shortages(hardware).items())
+
 
 def needs_of(
     plan: Plan,

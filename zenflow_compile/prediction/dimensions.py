@@ -101,13 +101,13 @@ def _places(scenario: Scenario) -> Dimension:
 
 
 def _divisions(scenario: Scenario) -> Dimension:
-    """Numbers of micro-batches, each with a sequence at least."""
-    alone = scenario.options.gradient_accumulation_steps
+    """Numbers of micro-batches, each with a sequence at least: divisors of the sequences, and powers of two."""
     if not scenario.divided:
-        return ({"gradient_accumulation_steps": alone},)
-    most = min(_MOST_MICRO_BATCHES, scenario.tokens // max(1, scenario.model.context))
-    counts = [1 << power for power in range(1, max(1, most).bit_length())]
-    return tuple({"gradient_accumulation_steps": count} for count in (alone, *counts))
+        return ({"gradient_accumulation_steps": scenario.options.gradient_accumulation_steps},)
+    sequences = max(1, scenario.tokens // max(1, scenario.model.context))
+    counts = {sequences, *(count for count in range(1, _MOST_MICRO_BATCHES + 1) if sequences % count == 0)}
+    counts |= {1 << power for power in range(sequences.bit_length())}
+    return tuple({"gradient_accumulation_steps": count} for count in sorted(counts) if count <= _MOST_MICRO_BATCHES)
 
 
 def _residents(scenario: Scenario, given: Collection[str], estimator: Estimator) -> Dimension:
@@ -127,7 +127,7 @@ def _resident_bytes(scenario: Scenario, share: float, estimator: Estimator) -> l
     sizes = [size for size in _state_shares(scenario) if size > share * _state_bytes(scenario)]
     if not fitting or fitting[-1] >= max(sizes, default=0):
         return sizes
-    return sorted({fitting[max(1, round(part * len(fitting))) - 1] for part in (*_SHARES, 1.0)})
+    return sorted({*sizes, *(fitting[max(1, round(part * len(fitting))) - 1] for part in (*_SHARES, 1.0))})
 
 
 def _fitting(scenario: Scenario, share: float, estimator: Estimator) -> list[int]:

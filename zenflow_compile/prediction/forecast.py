@@ -199,11 +199,6 @@ class Forecast:
         return self.stall_s <= WORTH_IT * self.step_s
 
     @property
-    def missing_bytes(self) -> int:
-        """Missing bytes of all memories. If no policy fits, the forecast with the fewest comes nearest."""
-        return sum(self.shortages.values())
-
-    @property
     def device_bytes(self) -> int:
         """Memory that a device needs."""
         return sum(self.needs.device.values())

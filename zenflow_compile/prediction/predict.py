@@ -49,7 +49,7 @@ class Prediction:
     @property
     def shown(self) -> Forecast:
         """The forecast to break down, explain and trace: the recommended one, or the nearest to fitting."""
-        return self.recommended or min(self.forecasts, key=lambda each: each.missing_bytes)
+        return self.recommended or min(self.forecasts, key=lambda each: each.needs.lack(self.scenario.hardware))
 
     @property
     def exchanges(self) -> dict[Sharing, RankTraffic]:

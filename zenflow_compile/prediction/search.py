@@ -63,13 +63,16 @@ _WALKED = {"device_share", "ratio", "update_stride"}  # what is searched for eac
 class Candidate:
     """Options, whether activations are recomputed, and the memory that they need.
 
-    ``missing``: bytes of it that the hardware does not have.
+    Attributes:
+        shortages: missing bytes by memory.
+        lack: how far they are from fitting, see ``MemoryNeeds.lack``; 0 if they fit.
     """
 
     options: Options
     recompute: bool
     needs: MemoryNeeds
-    missing: int
+    shortages: Mapping[str, int]
+    lack: float
 
     @property
     def key(self) -> Key:
@@ -120,13 +123,14 @@ class Search:
                 yield from islice((other for other in self.neighbors(choice) if other[0] == number), 1)
 
     def neighbors(self, choice: Choice) -> Iterator[Choice]:
-        """Choices that differ in one dimension: in any place, else in the next alternative.
+        """Choices that differ in one dimension: in any place or division, else in the next alternative.
 
         One that does not fit also differs in other dimensions, which make it smaller, in two ways: by small changes,
         and by any.
         """
         for number, found in enumerate(self.dimensions):
-            indices = range(len(found)) if number == 0 else (choice[number] - 1, choice[number] + 1)
+            anywhere = number == 0 or "gradient_accumulation_steps" in found[0]  # memory is not monotone in it
+            indices = range(len(found)) if anywhere else (choice[number] - 1, choice[number] + 1)
             for index in indices if number in self._read[choice[0]] else ():
                 other = (*choice[:number], index, *choice[number + 1 :])
                 if index in range(len(found)) and (candidate := self.candidate(other)) is not None:
@@ -167,8 +171,8 @@ class Search:
         return self._candidates[key]
 
     def _with_needs(self, options: Options, recompute: bool, needed: MemoryNeeds) -> Candidate:
-        missing = sum(needed.shortages(self.scenario.hardware).values())
-        return Candidate(options, recompute, needed, missing)
+        hardware = self.scenario.hardware
+        return Candidate(options, recompute, needed, needed.shortages(hardware), needed.lack(hardware))
 
     def simulate(self, choice: Choice, *, beaten: bool = False, within: float = math.inf) -> Forecast | None:
         """The estimate of a choice.
@@ -181,7 +185,7 @@ class Search:
             None if it does not fit, is beaten, or takes longer than ``within`` at any schedule.
         """
         candidate = self.candidate(choice)
-        if candidate is None or candidate.missing:
+        if candidate is None or candidate.lack:
             return None
         key = candidate.key
         if key not in self._found:
@@ -213,7 +217,7 @@ class Search:
         return self._forecasts[key]
 
     def nearest(self) -> Candidate:
-        """The candidate with the fewest missing bytes.
+        """The known candidate that lacks the least.
 
         Raises:
             ValueError: no options are left to search.
@@ -221,7 +225,7 @@ class Search:
         found = [candidate for candidate in self._candidates.values() if candidate is not None]
         if not found:
             raise ValueError("the given options exclude each other in every plan; leave some of them out")
-        return self._exactly(min(found, key=lambda each: each.missing))
+        return self._exactly(min(found, key=lambda each: each.lack))
 
     def _exactly(self, candidate: Candidate) -> Candidate:
         """With the memory of a forecast."""
@@ -236,41 +240,59 @@ class Search:
         return {memory: each.needs.sums()[memory] for memory, each in found.items() if each is not None}
 
     def _least(self, memory: str) -> Candidate | None:
-        """The plan that needs the least of one memory, and fits the others; None if all lack others, or none lacks it.
+        """The known plan that needs the least of one memory, which it lacks, and fits the others; None if none does."""
+        known = [each for each in self._candidates.values() if each is not None and each.shortages.keys() == {memory}]
+        exact = map(self._exactly, sorted(known, key=lambda each: each.shortages[memory]))
+        return next((each for each in exact if each.shortages.keys() == {memory}), None)
 
-        It begins with the best one that is known, and changes one dimension after another.
+    def _frugal(self, place: int) -> Choice | None:
+        """A choice of a place that fits, or else the one that lacks the least; None if the place has none.
+
+        Unlike ``_smaller`` it passes choices that lack more in sum: those of which none lacks less of every memory are
+        changed in any dimension, the nearest first, until there is no other one.
         """
+        known = {choice: found for choice, found in self._chosen.items() if choice[0] == place and found is not None}
+        best: dict[Choice, Candidate] = {}
+        explored: set[Choice] = set()
+        while known:
+            for choice, new in known.items():
+                if not any(_no_worse(each, new) for each in best.values()):
+                    best = {other: each for other, each in best.items() if not _no_worse(new, each)} | {choice: new}
+            nearest = min(best, key=lambda choice: best[choice].lack)
+            if not best[nearest].lack:
+                return nearest
+            left = best.keys() - explored
+            if not left:
+                return nearest
+            choice = min(left, key=lambda choice: (best[choice].lack, choice))
+            explored.add(choice)
+            others = (
+                (*choice[:number], index, *choice[number + 1 :])
+                for number in self._read[place] - {0}
+                for index in self._apart(choice, number)
+            )
+            known = {other: found for other in others if (found := self.candidate(other)) is not None}
+        return None
 
-        def cost(candidate: Candidate) -> tuple[int, int]:
-            shortages = candidate.needs.shortages(self.scenario.hardware)
-            others = sum(size for name, size in shortages.items() if name != memory)
-            return others, candidate.needs.sums()[memory]
-
-        known = {choice: candidate for choice, candidate in self._chosen.items() if candidate is not None}
-        choice = min(known, key=lambda choice: cost(known[choice]))
-        best, before = known[choice], None
-        while best is not before:
-            before = best
-            for number in sorted(self._read[choice[0]] - {0}):
-                for index in range(len(self.dimensions[number])):
-                    other = (*choice[:number], index, *choice[number + 1 :])
-                    candidate = self.candidate(other)
-                    if candidate is not None and cost(candidate) < cost(best):
-                        choice, best = other, candidate
-        exact = self._exactly(best)
-        return exact if exact.needs.shortages(self.scenario.hardware).keys() == {memory} else None
+    def _apart(self, choice: Choice, number: int) -> set[int]:
+        """The alternatives of a dimension next to a choice's, and the first and the last one."""
+        last = len(self.dimensions[number]) - 1
+        return {0, max(0, choice[number] - 1), min(last, choice[number] + 1), last}
 
     def fastest(self, *, rows: bool = False) -> Forecast | None:
         """The fastest plan that fits; None if none fits.
 
         It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``;
-        then by walks in each place. Of plans that are hardly slower, the one that is nearest to AdamW is returned.
+        then by walks in each place. Where nothing fits at first, ``_frugal`` looks further. Of plans that are hardly
+        slower, the one that is nearest to AdamW is returned.
 
         Args:
             rows: also find the fastest one of each place.
         """
         for choice in self.starts():
             self.simulate(choice, within=self._of_interest(rows))
+        if rows or not self._found:
+            self._try_frugal()
         explored: set[Key] = set()
         not_faster = 0
         while self._found:
@@ -289,7 +311,35 @@ class Search:
             not_faster = not_faster + 1 if min(each.step_s for each in self.estimates) == best.step_s else 0
         for choice in self.starts():
             self._walk(choice, rows=rows)
-        return self._nearest_of_fastest()
+        return self._nearest_of_fastest() or self._any()
+
+    def _try_frugal(self) -> None:
+        """Simulate a plan of each place in which nothing else fits."""
+        for place in range(len(self.dimensions[0])):
+            if all(choice[0] != place for choice, _ in self._found.values()):
+                choice = self._frugal(place)
+                if choice is not None:
+                    self.simulate(choice, beaten=True)
+
+    def _any(self) -> Forecast | None:
+        """A known plan that fits by a forecast, where estimates of the fastest ones were too low."""
+        fitting = {choice: each for choice, each in self._chosen.items() if each is not None and not each.lack}
+        for choice in sorted(fitting, key=lambda choice: fitting[choice].needs.sums()["host"]):
+            if not self._exactly(fitting[choice]).lack:
+                estimate = self.simulate(choice, beaten=True)
+                assert estimate is not None
+                return self.forecast(estimate)
+        return None
+
+    def fitting(self) -> Candidate | None:
+        """A plan that fits, without its time; None if none does."""
+        simple = [*self.starts()]
+        of_places = (self._frugal(place) for place in range(len(self.dimensions[0])))
+        for choice in (choice for found in (simple, of_places) for choice in found if choice is not None):
+            candidate = self.candidate(choice)
+            if candidate is not None and not candidate.lack and not (exact := self._exactly(candidate)).lack:
+                return exact
+        return None
 
     def _nearest_of_fastest(self) -> Forecast | None:
         """Of plans that are hardly slower than the fastest one, the one that is nearest to AdamW.
@@ -331,6 +381,7 @@ class Search:
         """
         for choice in self.starts():
             self.simulate(choice)
+        self._try_frugal()
         explored: set[Key] = set()
         while keys := self._on_frontiers() - explored:
             explored |= keys
@@ -345,16 +396,18 @@ class Search:
         return self._candidate_of(key).options
 
     def by_place(self, best: Forecast | None) -> list[Forecast]:
-        """The fastest known plan of each place, or ``best`` of its own; a forecast of the start if none fits."""
+        """The fastest known plan of each place, or ``best`` of its own; the nearest to fitting if none fits."""
         of_best = {key for key, plan in self._forecasts.items() if plan is best}
         plans = []
-        for start in self.starts():
-            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == start[0]}
+        for place in range(len(self.dimensions[0])):
+            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == place}
             ordered = sorted(known, key=lambda key: (key not in of_best, known[key].step_s))
             fitting = (plan for key in ordered if (plan := self._forecast(self._candidate_of(key))).fits)
-            candidate = self.candidate(start)
-            assert candidate is not None
-            plans.append(next(fitting, None) or self._forecast(candidate))
+            others = [found for choice, found in self._chosen.items() if choice[0] == place and found is not None]
+            if (fastest := next(fitting, None)) is not None:
+                plans.append(fastest)
+            elif others:
+                plans.append(self._forecast(min(others, key=lambda each: each.lack)))
         return plans
 
     def _walk(self, start: Choice, *, rows: bool) -> None:
@@ -403,7 +456,7 @@ class Search:
         return replace(options, update_stride=self._strides[key])
 
     def _smaller(self, choice: Choice, candidate: Candidate, fixed: int, *, near: bool = False) -> Choice:
-        """The choice that is reached by the alternatives with the fewest missing bytes, a dimension after another.
+        """The choice that is reached by the alternatives that lack the least, a dimension after another.
 
         The place and the dimension ``fixed`` stay.
 
@@ -412,16 +465,16 @@ class Search:
         """
         before = None
         read = self._read[choice[0]] - {0, fixed}
-        while candidate.missing and candidate.missing != before:
-            before = candidate.missing
+        while candidate.lack and candidate.lack != before:
+            before = candidate.lack
             for number in sorted(read):
                 count, at = len(self.dimensions[number]), choice[number]
                 for index in (at - 1, at + 1) if near else range(count):
-                    if not candidate.missing or not 0 <= index < count:
+                    if not candidate.lack or not 0 <= index < count:
                         continue
                     other = (*choice[:number], index, *choice[number + 1 :])
                     changed_one = self.candidate(other)
-                    if changed_one is not None and changed_one.missing < candidate.missing:
+                    if changed_one is not None and changed_one.lack < candidate.lack:
                         choice, candidate = other, changed_one
         return choice
 
@@ -435,7 +488,7 @@ class Search:
                 if (candidate := self.candidate(choice)) is None:
                     continue
                 fitting = self.candidate(self._smaller(choice, candidate, number))
-                if fitting is not None and not fitting.missing:
+                if fitting is not None and not fitting.lack:
                     return True
         return False
 
@@ -449,6 +502,11 @@ class Search:
         return any(found.device_bytes <= sum(candidate.needs.device.values()) for found in free) and any(
             found.host_bytes <= sum(candidate.needs.host.values()) for found in free
         )
+
+
+def _no_worse(one: Candidate, other: Candidate) -> bool:
+    """Whether the first lacks no more of any memory."""
+    return all(size <= other.shortages.get(memory, 0) for memory, size in one.shortages.items())
 
 
 def _departure(found: Forecast) -> tuple[int, int, float]:
@@ -508,7 +566,8 @@ class Frontier:
         device: the first needs the least device memory of those that are hardly slower than ``fastest``; then less of
             it, down to the least of all. Each takes the host memory that it needs.
         host: likewise with host memory.
-        nearest: the plan that lacks the fewest bytes; it fits if any does.
+        nearest: the plan that lacks the least; it fits if any does.
+        remedies: see ``Fit``.
     """
 
     scenario: Scenario
@@ -516,6 +575,7 @@ class Frontier:
     device: tuple[Forecast, ...]
     host: tuple[Forecast, ...]
     nearest: Candidate
+    remedies: Mapping[str, int]
 
     @property
     def points(self) -> list[Forecast]:
@@ -535,7 +595,8 @@ class Frontier:
             "points": [each.as_dict() | {"departures": list(each.departures)} for each in points],
             "device": [points.index(each) for each in self.device],
             "host": [points.index(each) for each in self.host],
-            "shortages": self.nearest.needs.shortages(asked.hardware),
+            "shortages": dict(self.nearest.shortages),
+            "fits_with": dict(self.remedies),
         }
 
 
@@ -563,6 +624,7 @@ def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = F
         device=tuple(chain(found, device_first)),
         host=tuple(chain(found, host_first)),
         nearest=search.nearest(),
+        remedies={} if found else _remedies(search),
     )
 
 
@@ -571,7 +633,7 @@ class Fit:
     """Whether a model can be trained.
 
     Attributes:
-        best: its fastest plan, None if none fits. nearest: the plan that lacks the fewest bytes.
+        best: its fastest plan, None if none fits. nearest: the plan that lacks the least.
         remedies: if none fits, what one would fit with: by memory its least bytes, ``"files"`` on a disk where the
             hardware has none, and ``"tokens"`` of a step.
     """
@@ -588,7 +650,7 @@ class Fit:
             "model": self.scenario.model.name,
             "parameters": self.scenario.model.numel,
             "best": best,
-            "shortages": self.nearest.needs.shortages(self.scenario.hardware),
+            "shortages": dict(self.nearest.shortages),
             "fits_with": dict(self.remedies),
         }
 
@@ -597,40 +659,34 @@ def fit(scenario: Scenario, given: Collection[str] = (), *, exact: bool = False)
     """The fastest plan of a model on given hardware; arguments and errors as for ``frontier``."""
     search = Search(scenario, given, exact=exact)
     best = search.fastest()
-    if best is not None:
-        return Fit(scenario, best, search.nearest(), {})
-    near = search.nearest()
-    remedies = search.remedies() | _with_a_disk(scenario, given, exact=exact)
-    if near.needs.shortages(scenario.hardware).keys() == {"device"}:
-        remedies |= _with_fewer_tokens(scenario, given, exact=exact)
-    return Fit(scenario, None, near, remedies)
+    return Fit(scenario, best, search.nearest(), _remedies(search) if best is None else {})
 
 
-def _with_a_disk(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+def _remedies(search: Search) -> dict[str, int]:
+    """What a plan would fit with, see ``Fit``."""
+    remedies = search.remedies() | _with_a_disk(search)
+    return remedies | (_with_fewer_tokens(search) if search.nearest().shortages.keys() == {"device"} else {})
+
+
+def _with_a_disk(search: Search) -> dict[str, int]:
     """Bytes of state in files with which a plan fits if hardware without a disk has one."""
+    scenario, given = search.scenario, search.given
     if scenario.hardware.disk_read is not None or "offload_device" in given:
         return {}
     hardware = replace(scenario.hardware, disk_read=1.0, disk_write=1.0, disk_bytes=math.inf)
     options = replace(scenario.options, nvme_path=SOME_DISK)
-    fitting = _fits(replace(scenario, hardware=hardware, options=options), given, exact=exact)
+    fitting = Search(replace(scenario, hardware=hardware, options=options), given, exact=search.exact).fitting()
     return {} if fitting is None else {"files": fitting.needs.sums()["disk"]}
 
 
-def _with_fewer_tokens(scenario: Scenario, given: Collection[str], *, exact: bool) -> dict[str, int]:
+def _with_fewer_tokens(search: Search) -> dict[str, int]:
     """Tokens of a step with which a plan fits: a half, a quarter and so on, down to a sequence."""
-    tokens = scenario.tokens // 2
-    while tokens >= max(1, scenario.model.context):
-        if _fits(replace(scenario, tokens=tokens), given, exact=exact) is not None:
+    tokens = search.scenario.tokens // 2
+    while tokens >= max(1, search.scenario.model.context):
+        if Search(replace(search.scenario, tokens=tokens), search.given, exact=search.exact).fitting() is not None:
             return {"tokens": tokens}
         tokens //= 2
     return {}
-
-
-def _fits(scenario: Scenario, given: Collection[str], *, exact: bool) -> Candidate | None:
-    """A plan that fits, of those that a search begins with."""
-    search = Search(scenario, given, exact=exact)
-    found = (search.candidate(choice) for choice in search.starts())
-    return next((each for each in found if each is not None and not each.missing), None)
 
 
 def kept_by_auto(options: Options) -> set[str]:
@@ -652,8 +708,7 @@ def choose(scenario: Scenario) -> Options:
     if (best := search.fastest()) is not None:
         return search.options_of(best)
     near = search.nearest()
-    shortages = near.needs.shortages(scenario.hardware)
-    lacks = " and ".join(f"{size / 1e9:.3g} GB of {memory} memory" for memory, size in shortages.items())
+    lacks = " and ".join(f"{size / 1e9:.1f} GB of {memory} memory" for memory, size in near.shortages.items())
     raise ValueError(
         f"no policy fits {scenario.hardware.name!r}: {near.options.policy} comes nearest and lacks {lacks}; use fewer "
         "tokens per step, recompute activations, give nvme_path for state in files, or take a smaller model"
