@@ -49,9 +49,9 @@ RANKS = "ranks"
 WORKER_PREFIX = "worker"
 OTHER_RANKS = "(other ranks)"  # what a wait is for, in place of a parameter
 
-# Called with each new engine. A context variable, so that a profile ends with its `with` block and does not record
+# The last one is called with each new engine. A context variable, so that a profile ends with its `with` block and does not record
 # engines that other threads create.
-_ATTACH_NEW: ContextVar[Callable[[object], None] | None] = ContextVar("zenflow_attach_new", default=None)
+_ATTACH_NEW: ContextVar[tuple[Callable[[object], None], ...]] = ContextVar("zenflow_attach_new", default=())
 
 DRAIN_ABOVE = 2048  # device events waiting to be read before some are read during the run
 _DRAIN_BATCH = 256
@@ -138,7 +138,11 @@ _DeviceRow = tuple[DeviceClock, str, str, DeviceEvent, DeviceEvent, int, str, in
 
 
 class Timeline:
-    """Collects events from any thread; keeps the newest ``max_events``, and ``max_norms`` norms."""
+    """Collects events from any thread; keeps the newest ``max_events``, and ``max_norms`` norms.
+
+    Attributes:
+        replaced: the timeline that recorded before, and does again when this one ends.
+    """
 
     def __init__(self, *, max_events: int = 1_000_000, max_norms: int = 4096) -> None:
         # deque.append and popleft are atomic under the GIL, so recording threads take no lock. A bounded deque drops
@@ -147,6 +151,7 @@ class Timeline:
         self._device_rows: deque[_DeviceRow] = deque()
         self._norms: deque[tuple[Tensor, Tensor]] = deque(maxlen=max_norms)
         self._reading = threading.Lock()
+        self.replaced: Timeline | None = None
 
     def add(
         self, lane: str, kind: str, start_ns: int, end_ns: int, *, step: int, param: str = "", bytes: int = 0
@@ -238,18 +243,18 @@ class Timeline:
 
 def record_new_engine(engine: object) -> None:
     """Attach a timeline to ``engine`` inside a ``profile()`` block; called with each complete engine."""
-    if (attach := _ATTACH_NEW.get()) is not None:
-        attach(engine)
+    if attach := _ATTACH_NEW.get():
+        attach[-1](engine)
 
 
 @contextmanager
 def attaching_new_engines(attach: Callable[[object], None]) -> Iterator[None]:
-    """Call ``attach`` with each engine that is created in this context."""
-    token = _ATTACH_NEW.set(attach)
+    """Call ``attach`` with each engine that is created in this context. Such blocks may end in any order."""
+    _ATTACH_NEW.set((*_ATTACH_NEW.get(), attach))
     try:
         yield
     finally:
-        _ATTACH_NEW.reset(token)
+        _ATTACH_NEW.set(tuple(each for each in _ATTACH_NEW.get() if each is not attach))
 
 
 def _event(row: _Row) -> Event:

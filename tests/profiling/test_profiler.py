@@ -213,6 +213,24 @@ def test_innermost_of_nested_profiles_records():
     assert engine.timeline is None
 
 
+def test_profiles_end_in_any_order():
+    engine = FakeEngine()
+    first, second = profile(), profile()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    engine.train(2)
+    second.__exit__(None, None, None)
+    assert engine.timeline is None
+    assert not records_new_engines()
+    assert (first.summary()["steps"], second.summary()["steps"]) == (0, 2)
+
+
+def test_profile_that_was_not_entered_cannot_end():
+    with pytest.raises(RuntimeError, match="was not entered; use it as"):
+        profile().__exit__(None, None, None)
+
+
 def test_profile_is_entered_once():
     prof = profile()
     with prof:
@@ -288,6 +306,19 @@ def test_notebook_shows_the_page_in_a_frame_without_measuring(measurements):
 def test_flops_are_a_number_above_zero(wrong, error):
     with pytest.raises(error, match=r"flops_per_step=.* leave it out"):
         profile(flops_per_step=wrong)
+
+
+@pytest.mark.tier1
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError)])
+def test_steps_are_counted_from_one(wrong, error, tmp_path, measurements):
+    with profile() as prof:
+        FakeEngine().train()
+    with pytest.raises(error, match=rf"steps={wrong} must be an integer >= 1"):
+        prof.report(steps=wrong)
+    with pytest.raises(error, match=rf"steps={wrong} must be an integer >= 1"):
+        prof.save_html(tmp_path / "profile.html", steps=wrong)
+    assert not measurements
+    assert not list(tmp_path.iterdir())
 
 
 def test_newest_steps_of_the_largest_optimizer():
