@@ -321,6 +321,14 @@ def test_steps_are_counted_from_one(wrong, error, tmp_path, measurements):
     assert not list(tmp_path.iterdir())
 
 
+def test_evaluation_alone_has_a_row(capsys):
+    engine = FakeEngine()
+    with profile() as prof:
+        engine.timeline.add("compute", "inference", MS, 3 * MS, step=0)
+    prof.report(Console(width=100))
+    assert "evaluation (no_grad)  2.00 ms in all" in capsys.readouterr().out
+
+
 def test_newest_steps_of_the_largest_optimizer():
     small, large = FakeEngine(model_bytes=10), FakeEngine(model_bytes=1000)
     with profile() as prof:
@@ -356,11 +364,16 @@ def test_nothing_offloaded_measures_nothing(capsys, measurements):
     assert "limit:" not in capsys.readouterr().out
 
 
-def test_keeps_at_most_max_events():
+def test_keeps_at_most_max_events(capsys):
     engine = FakeEngine()
     with profile(max_events=10) as prof:
         engine.train(100)
-    assert len(prof.recordings()[0].events) == 10
+    # Of ten events the first ones are of a step that has lost others.
+    assert [event.step for event in prof.recordings()[0].events if event.lane == "step"] == [96, 97, 98, 99]
+    assert [event.step for event in prof.newest(9).events if event.lane == "step"] == [96, 97, 98, 99]
+    assert len(prof.newest(2).events) == 4
+    prof.report()
+    assert "4; of earlier ones not all events were kept (max_events)" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match="max_events=0"):
         profile(max_events=0)
 

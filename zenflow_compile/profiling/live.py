@@ -12,7 +12,7 @@ from rich.text import Text
 
 from zenflow_compile.checks.validate import printable
 from zenflow_compile.profiling.content import size_text
-from zenflow_compile.profiling.diagnose import milliseconds, percent
+from zenflow_compile.profiling.diagnose import hidden_text, milliseconds, percent
 from zenflow_compile.profiling.gantt import draw
 from zenflow_compile.profiling.profiler import Profile
 from zenflow_compile.profiling.recording import Recording
@@ -81,7 +81,7 @@ class Live:
                 pause = max(_OFTEN_S, _SHARE * (time.thread_time() - began))
 
     def _print(self, last: Recording) -> None:
-        self._say(status(last, summarize(last)))
+        self._say(status(last, summarize(last, warm_up=False)))
 
     def _say(self, text: str) -> None:
         if is_closed(self._console.file):
@@ -95,7 +95,7 @@ class Live:
     def _lines(self, last: Recording) -> list[str]:
         blocks, width = can_show_blocks(self._console), self._console.width - 1
         text = Text(no_wrap=True)
-        text.append(status(last, summarize(last)))
+        text.append(status(last, summarize(last, warm_up=False)))
         text.truncate(width, overflow="ellipsis" if blocks else "crop")
         if (gantt := draw(last, width=width, steps=_STEPS, compact=True)) is not None:
             text.append("\n")
@@ -137,10 +137,10 @@ def live(
 def status(last: Recording, summary: Summary) -> str:
     """The numbers of the last steps, on one line."""
     step = max(event.step for event in last.events if event.lane == STEP)
-    parts = [f"step {step}: {milliseconds(summary['step_ms_median'] or 0.0)}"]
+    parts = [f"step {step}: mean {milliseconds(summary['step_ms'] or 0.0)}"]
     parts.append(f"stall {percent(summary['stall_share'] or 0.0)}")
-    if (hidden := summary["hidden_fraction"]) is not None:
-        parts.append(f"host update {percent(hidden)} hidden")
+    if (hidden := hidden_text(summary)) is not None:
+        parts.append(f"host update {hidden}")
     if phases := summary["device_bytes_by_phase"]:
         parts.append(f"device memory {size_text(max(phases.values()))}")
     elif last.host_bytes:

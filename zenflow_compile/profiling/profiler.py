@@ -141,7 +141,7 @@ class Profile:
             engine.timeline = timeline
 
     def recordings(self) -> list[Recording]:
-        """Return one recording per optimizer that stepped, in the order of attachment."""
+        """Return one recording per optimizer that stepped, in the order of attachment; if none did, that evaluated."""
         return self._recordings(measure=False)
 
     def _recordings(self, *, measure: bool) -> list[Recording]:
@@ -151,8 +151,9 @@ class Profile:
             recording = dataclasses.replace(_recording(attachment), flops_per_step=self._flops_per_step)
             if measure:
                 recording = _measured(recording, attachment)
-            if any(event.lane == STEP for event in recording.events):
-                found.append(recording)
+            found.append(recording)
+        stepped = [each for each in found if any(event.lane == STEP for event in each.events)]
+        found = stepped or [each for each in found if each.evaluation]
         if len(found) == 1:
             return found
         titles = (f"optimizer {number} of {len(found)}" for number in range(1, len(found) + 1))
@@ -315,4 +316,9 @@ def _measured(recording: Recording, attachment: _Attachment) -> Recording:
 def _recording(attachment: _Attachment) -> Recording:
     recording = recording_of(attachment.plan, attachment.timeline.events(), attachment.model_bytes)
     norms = attachment.timeline.norm_sums()
-    return dataclasses.replace(recording, adaptive_windows=attachment.adaptive_windows, norms=norms)
+    return dataclasses.replace(
+        recording,
+        adaptive_windows=attachment.adaptive_windows,
+        norms=norms,
+        older_dropped=attachment.timeline.older_dropped,
+    )
