@@ -49,8 +49,8 @@ RANKS = "ranks"
 WORKER_PREFIX = "worker"
 OTHER_RANKS = "(other ranks)"  # what a wait is for, in place of a parameter
 
-# The last one is called with each new engine. A context variable, so that a profile ends with its `with` block and does not record
-# engines that other threads create.
+# The last one is called with each new engine. A context variable, so that a profile ends with its `with` block and does
+# not record engines that other threads create.
 _ATTACH_NEW: ContextVar[tuple[Callable[[object], None], ...]] = ContextVar("zenflow_attach_new", default=())
 
 DRAIN_ABOVE = 2048  # device events waiting to be read before some are read during the run

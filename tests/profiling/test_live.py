@@ -20,7 +20,7 @@ import zenflow_compile as zf
 from tests.support.training import take_step
 
 STATUS = re.compile(
-    r"zenflow: step \d+: [\d.]+ ms, stall [\d<]+%, (host update [\d<>]+% hidden, )?host state [\d.]+ kB\n"
+    r"zenflow: step \d+: mean [\d.]+ ms, stall [\d<]+%, (host update [\d<>]+% hidden, )?host state [\d.]+ kB\n"
 )
 
 
@@ -66,10 +66,10 @@ def test_shows_lanes_on_a_terminal(loop: Loop) -> None:
 
 def test_the_last_line_is_its_own(loop: Loop) -> None:
     terminal = TerminalFile()
-    with redirect_stderr(terminal):
-        with zf.live(loop.optimizer, console=Console(stderr=True, width=30, height=24, force_terminal=True)):
-            loop.take()
-            print("1 of 9", end="\r", file=sys.stderr)
+    console = Console(stderr=True, width=30, height=24, force_terminal=True)
+    with redirect_stderr(terminal), zf.live(loop.optimizer, console=console):
+        loop.take()
+        print("1 of 9", end="\r", file=sys.stderr)
     begun, *lines = terminal.getvalue().splitlines()
     assert begun.strip() == "1 of 9"
     assert max(map(len, lines)) <= 30

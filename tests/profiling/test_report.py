@@ -97,6 +97,12 @@ def test_numbers_in_the_table():
         assert part in text
 
 
+def test_values_of_a_narrow_table_are_below_the_names():
+    lines = printed([known_run()], width=40).splitlines()
+    assert lines[lines.index("step time") + 1] == "  40.0 ms median, 40.0 ms mean, 40.0 ms"
+    assert max(map(len, lines)) <= 40
+
+
 def test_unmeasured_values_are_a_dash():
     bare = recording([event("step", "step", 0, 10)], norms=None, selected_share=None, model_bytes=0)
     lines = {line[:20].strip(): line[20:].strip() for line in printed([bare]).splitlines()}

@@ -211,8 +211,9 @@ def test_child_processes_leave_nothing_of_the_lines() -> None:
 @pytest.mark.parametrize(
     ("written", "is_open"),
     [
-        (["line\n"], False), (["."], True), (["a", " "], True), (["1 of 3", "\r"], True), (["1 of 3", "\r      "], False),
-        (["\r", "bar", "\n", "\x1b[A"], False), (["line\nand"], True), ([".", "\x1b[?25h"], True), (["\n"], False),
+        (["line\n"], False), (["."], True), (["a", " "], True), (["1 of 3", "\r"], True),
+        (["1 of 3", "\r      "], False), (["\r", "bar", "\n", "\x1b[A"], False),
+        (["line\nand"], True), ([".", "\x1b[?25h"], True), (["\n"], False),
     ],
 )  # fmt: skip
 def test_knows_whether_the_line_is_open(written: list[str], is_open: bool) -> None:

@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from zenflow_compile.checks.validate import check_integer, printable
-from zenflow_compile.profiling.diagnose import hidden_text, milliseconds
 from zenflow_compile.profiling.content import size_text
+from zenflow_compile.profiling.diagnose import hidden_text, milliseconds
 from zenflow_compile.profiling.gantt import draw, label_width_of, last_steps
 from zenflow_compile.profiling.lanes import MARKS, Mark, lanes_of
 from zenflow_compile.profiling.recording import Recording

@@ -71,8 +71,8 @@ def diagnose(summary: Summary) -> Diagnosis:
         return Diagnosis(sentence(summary, waits), change)
     if not summary["host_update_ms_per_step"]:
         return Diagnosis(
-            f"The step waits{_where(summary['stall_by_param'])}, {waits}, though no host update ran: for copies, or for "
-            "work from before the profile; record more steps to see which."
+            f"The step waits{_where(summary['stall_by_param'])}, {waits}, though no host update ran: for copies, or "
+            "for work from before the profile; record more steps to see which."
         )
     # A wait is that of an update only where one ended after the weight's next use.
     slack = summary["slack_by_block"]

@@ -113,11 +113,12 @@ def live(
 ) -> Live:
     """Record inside the ``with`` block as ``profile`` does, and show the last steps in four lines of the terminal.
 
-    The lines are the numbers of the last four steps (time, stall, share of the host update that is hidden, memory),
-    and three lanes: compute, copies in both directions, and the host's workers. A thread draws them below what the
-    program prints, once a second or, if drawing takes long, less often, so that it takes half a percent of the time.
-    Programs go on to print, also progress bars, through ``sys.stdout`` and ``sys.stderr``. Where the output is not a
-    terminal, a line with the numbers comes every 30 seconds. One such line ends the block in any case.
+    The lines are the numbers of the last four steps (mean time, stall, share of the host update that is hidden,
+    memory), and three lanes: compute, copies in both directions, and the host's workers. A thread draws them below what
+    the program prints, once a second or, if drawing takes long, less often. Programs go on to print, also progress
+    bars, through ``sys.stdout`` and ``sys.stderr``. Where the output is not a terminal, a line with the numbers comes
+    every 30 seconds. One such line ends the block in any case. An error of the drawing ends the view, not the profile,
+    and is a line, too.
 
     Args:
         optimizers: see ``profile``.

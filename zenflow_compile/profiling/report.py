@@ -130,11 +130,14 @@ def character(cell: Cell, blocks: bool) -> str:
 
 
 def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
-    """A name and a value per row. Wrapped here, so no line ends in blanks."""
+    """A name and a value per row, of narrow tables below the name. Wrapped here, so no line ends in blanks."""
     indent = max(len(name) for name, _ in rows) + 2
+    narrow = width < 2.5 * indent
+    if narrow:
+        indent = 2
     text = Text(end="")
     for name, value in rows:
-        text.append(name.ljust(indent), style="dim")
+        text.append(f"{name}\n{' ' * indent}" if narrow and name else name.ljust(indent), style="dim")
         text.append(f"\n{' ' * indent}".join(textwrap.wrap(value, max(_NARROWEST, width - indent))) + "\n")
     return text
 
