@@ -189,6 +189,8 @@ def test_forwards_that_are_not_recorded_are_said():
     events = [each for each in known_run().events if each.kind != "forward"]
     text = " ".join(printed([recording(events)]).split())
     assert "93% not waited for (a model that is not compiled records no forward)" in text
+    assert "host update, not waited for" in text  # the legend
+    assert "hid" not in text
 
 
 def test_no_limit_without_measured_bandwidths():

@@ -36,6 +36,8 @@ class Terminal(io.StringIO):
         return True
 
     def write(self, text: str) -> int:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
         self.written += len(text)
         for count, code, single, control, plain in self._CODE.findall(text):
             times = int(count or 1) if count.isdigit() or not count else 0
@@ -199,12 +201,31 @@ def test_areas_end_in_any_order() -> None:
             logging.getLogger("tests.status_area").removeHandler(handler)
 
 
+def test_streams_that_the_program_closes() -> None:
+    logger = logging.getLogger("tests.status_area")
+    with on_terminal() as terminal:
+        with StatusArea(terminal) as area:
+            area.show(AREA)
+            logger.addHandler(handler := logging.StreamHandler(sys.stderr))
+            sys.stderr.close()
+            area.show(AREA)
+            with pytest.raises(ValueError, match="closed file"):
+                print("a line", file=sys.stderr)
+        assert sys.stderr is terminal
+        with StatusArea(terminal):
+            assert sys.stderr is terminal
+        logger.removeHandler(handler)
+
+
 def test_child_processes_leave_nothing_of_the_lines() -> None:
     with with_area() as (terminal, _):
         print("parent")
         if not (child := os.fork()):
-            print("child")  # on a terminal of its own, which is a copy
-            os._exit(0 if terminal.shown == ["parent", "child"] else 1)
+            try:
+                print("child")  # on a terminal of its own, which is a copy
+                os._exit(0 if terminal.shown == ["parent", "child"] else 1)
+            finally:
+                os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -45,7 +45,7 @@ class StatusArea:
         self._open = True
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is not None and stream.isatty():
+            if stream is not None and not is_closed(stream) and stream.isatty():
                 passing = _Stream(stream, self)
                 for handler in _stream_handlers():
                     if handler.stream is stream:
@@ -61,7 +61,8 @@ class StatusArea:
             self._open = False
             self._redraw()
         for handler in _stream_handlers():
-            handler.setStream(_without(handler.stream, self))
+            if not is_closed(handler.stream):  # ``setStream`` flushes
+                handler.setStream(_without(handler.stream, self))
         for name in ("stdout", "stderr"):
             setattr(sys, name, _without(getattr(sys, name), self))
 
