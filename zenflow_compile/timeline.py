@@ -49,9 +49,9 @@ RANKS = "ranks"
 WORKER_PREFIX = "worker"
 OTHER_RANKS = "(other ranks)"  # what a wait is for, in place of a parameter
 
-# Called with each new engine. A context variable, so that a profile ends with its `with` block and does not record
-# engines that other threads create.
-_ATTACH_NEW: ContextVar[Callable[[object], None] | None] = ContextVar("zenflow_attach_new", default=None)
+# The last one is called with each new engine. A context variable, so that a profile ends with its `with` block and does
+# not record engines that other threads create.
+_ATTACH_NEW: ContextVar[tuple[Callable[[object], None], ...]] = ContextVar("zenflow_attach_new", default=())
 
 DRAIN_ABOVE = 2048  # device events waiting to be read before some are read during the run
 _DRAIN_BATCH = 256
@@ -138,15 +138,23 @@ _DeviceRow = tuple[DeviceClock, str, str, DeviceEvent, DeviceEvent, int, str, in
 
 
 class Timeline:
-    """Collects events from any thread; keeps the newest ``max_events``, and ``max_norms`` norms."""
+    """Collects events from any thread; keeps the newest ``max_events``, and ``max_norms`` norms.
+
+    If older ones are dropped, the oldest step of which some are left is, too: a step has all its events or none.
+
+    Attributes:
+        replaced: the timeline that recorded before, and does again when this one ends.
+    """
 
     def __init__(self, *, max_events: int = 1_000_000, max_norms: int = 4096) -> None:
         # deque.append and popleft are atomic under the GIL, so recording threads take no lock. A bounded deque drops
         # its oldest entry by itself.
-        self._rows: deque[_Row] = deque(maxlen=max_events)
+        self._rows: deque[_Row] = deque(maxlen=max_events + 1)  # one more tells that some were dropped
+        self._max_events = max_events
         self._device_rows: deque[_DeviceRow] = deque()
         self._norms: deque[tuple[Tensor, Tensor]] = deque(maxlen=max_norms)
         self._reading = threading.Lock()
+        self.replaced: Timeline | None = None
 
     def add(
         self, lane: str, kind: str, start_ns: int, end_ns: int, *, step: int, param: str = "", bytes: int = 0
@@ -180,7 +188,21 @@ class Timeline:
     def events(self) -> list[Event]:
         """Return all events by start time. Waits for device events that have not finished."""
         self._resolve(wait=True)
-        return [_event(row) for row in sorted(_snapshot(self._rows), key=_by_time)]
+        rows = _snapshot(self._rows)
+        return [_event(row) for row in sorted(self._complete(rows, rows), key=_by_time)]
+
+    @property
+    def older_dropped(self) -> bool:
+        """Whether there were more events than are kept."""
+        return len(self._rows) > self._max_events
+
+    def _complete(self, rows: list[_Row], newest: list[_Row]) -> list[_Row]:
+        """``newest``, the last of all ``rows``, without a step of which others were dropped."""
+        if len(rows) <= self._max_events or len(newest) < len(rows):
+            return newest
+        # Rows come after the end of what they record, so that those of later steps come after that of the first step.
+        cut = next((end for lane, _, _, end, *_ in rows if lane == STEP), 0)
+        return [row for row in rows if row[3] > cut]
 
     def last_events(self, steps: int) -> list[Event]:
         """Return what ended since the beginning of the last ``steps`` steps, of what the device has finished.
@@ -197,7 +219,7 @@ class Timeline:
                 since, left = start, left - 1
             elif lane == STEP and end <= since:
                 break
-        return [_event(row) for row in sorted(rows[first:], key=_by_time) if row[3] > since]
+        return [_event(row) for row in sorted(self._complete(rows, rows[first:]), key=_by_time) if row[3] > since]
 
     def norm_sums(self) -> NormSums | None:
         """Sum the recorded norms that are finite; None if none was recorded. Synchronizes with the device."""
@@ -238,18 +260,18 @@ class Timeline:
 
 def record_new_engine(engine: object) -> None:
     """Attach a timeline to ``engine`` inside a ``profile()`` block; called with each complete engine."""
-    if (attach := _ATTACH_NEW.get()) is not None:
-        attach(engine)
+    if attach := _ATTACH_NEW.get():
+        attach[-1](engine)
 
 
 @contextmanager
 def attaching_new_engines(attach: Callable[[object], None]) -> Iterator[None]:
-    """Call ``attach`` with each engine that is created in this context."""
-    token = _ATTACH_NEW.set(attach)
+    """Call ``attach`` with each engine that is created in this context. Such blocks may end in any order."""
+    _ATTACH_NEW.set((*_ATTACH_NEW.get(), attach))
     try:
         yield
     finally:
-        _ATTACH_NEW.reset(token)
+        _ATTACH_NEW.set(tuple(each for each in _ATTACH_NEW.get() if each is not attach))
 
 
 def _event(row: _Row) -> Event:

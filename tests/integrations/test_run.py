@@ -228,6 +228,21 @@ def test_report_is_printed_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "host update" in capsys.readouterr().out
 
 
+def test_report_is_printed_for_a_program_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(
+        "import sys, torch\nlinear = torch.nn.Linear(4, 4)\noptimizer = torch.optim.AdamW(linear.parameters())\n"
+        "for _ in range(2):\n    linear(torch.ones(4)).sum().backward()\n    optimizer.step()\nraise SystemExit(7)"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main.main(["run", *EXACT, "--report", str(program)])
+    assert ended.value.code == 7
+    assert "step time" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main.main(["run", *EXACT, "--report", str(tmp_path / "nowhere.py")])
+    assert capsys.readouterr().out == ""
+
+
 def test_live_view_ends_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     under_run([*EXACT, "--live"], "accelerate_loop.py", tmp_path / "ours.pt")
     shown = capsys.readouterr()

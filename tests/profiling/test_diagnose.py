@@ -1,15 +1,20 @@
 import dataclasses
+from itertools import pairwise
 
 import pytest
 
 from tests.profiling.synthetic import event, known_run, recording
+from zenflow_compile.profiling.content import sentences_of
 from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import summarize
 
 
-def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, up="copy", steps=3, **changes) -> Recording:
-    """Steps of 10 ms forward, 20 backward and the given (start, ms) waits, which make the forward longer."""
+def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, up="copy", slack=9.0, steps=3, **changes) -> Recording:
+    """Steps of 10 ms forward, 20 backward and the given (start, ms) waits, which make the forward longer.
+
+    The weight that a host update is of is used ``slack`` ms after the step began.
+    """
     events = []
     stalled = sum(ms for _, ms in waits)
     period = 30 + stalled
@@ -28,14 +33,20 @@ def run(*, waits=(), workers=((0.0, 0.0),), d2h=0.0, h2d=0.0, up="copy", steps=3
                 event("compute", "wait", origin + start, origin + start + ms, step=step, param=f"layers.{index}")
             )
         for index, (start, ms) in enumerate(workers):
-            events.append(event(f"worker {index}", "host_update", origin + start, origin + start + ms, step=step))
+            of = {"step": step, "param": "layers.0"}
+            events.append(event(f"worker {index}", "host_update", origin + start, origin + start + ms, **of))
+            events.append(event("slack", "slack", origin, origin + slack, **of))
     return recording(events, **changes)
+
+
+def without(kind: str, made: Recording) -> Recording:
+    return dataclasses.replace(made, events=tuple(each for each in made.events if each.kind != kind))
 
 
 CASES = {
     "compute-bound, all hidden, busy workers": (
         run(workers=((10.0, 15.0),), d2h=5.0, h2d=1.0),
-        ["device's own work limits", "hides 100%", "no offloading option"],
+        ["device's own work limits", "host update 100% hidden", "no offloading option"],
         [],
     ),
     "compute-bound with capacity left": (
@@ -75,8 +86,33 @@ CASES = {
     ),
     "late flushes, though lanes have capacity": (
         run(waits=((8.0, 3.0),), workers=((20.0, 6.0),), d2h=2.0, h2d=1.0),
-        ["too late", "option workers"],
+        ["too late (most at layers.0)", "option workers"],
         ["device_share"],
+    ),
+    "waits for weights whose updates were not late": (
+        run(waits=((8.0, 3.0),), workers=((20.0, 6.0),), slack=33.0, d2h=2.0, h2d=1.0),
+        ["too late, 3.00 ms of waiting"],
+        ["layers.0"],
+    ),
+    "waits without any host update": (
+        run(waits=((8.0, 3.0),), workers=(), d2h=2.0, h2d=1.0),
+        ["The step waits (most at layers.0), 3.00 ms of waiting", "no host update ran"],
+        ["option", "device_share"],
+    ),
+    "not compiled": (
+        without("forward", run(workers=((10.0, 15.0),), d2h=5.0, h2d=1.0)),
+        ["device's own work limits", "host update 100% not waited for"],
+        ["hid", "outside"],
+    ),
+    "most of a step is data loading": (
+        without("backward", run(workers=((5.0, 5.0),), d2h=5.0, h2d=1.0)),
+        ["Most of a step runs outside", "(20.0 ms of 30.0 ms)", "no option changes that"],
+        ["device's own"],
+    ),
+    "data loading, and nothing offloaded": (
+        recording([event("step", "step", 0, 10), event("compute", "forward", 0, 2)], policy="resident"),
+        ["Nothing was offloaded (policy resident); policy"],
+        ["device's own"],
     ),
     "blocking policy": (
         run(waits=((8.0, 10.0),), workers=((0.0, 10.0),), policy="zero_offload", update_interval=1, blocking=True),
@@ -105,6 +141,21 @@ def test_names_the_limit_and_the_option(case):
         assert text in sentence
     for text in unwanted:
         assert text not in sentence
+
+
+def test_data_loading_is_said_first():
+    waiting = without("backward", run(waits=((8.0, 5.0),), workers=(), d2h=2.0, h2d=1.0))
+    first, second = sentences_of(waiting, summarize(waiting))
+    assert first.startswith("Most of a step runs outside of the compiled graphs and the optimizer (20.0 ms of 35.0 ms)")
+    assert second.startswith("The step waits")
+
+
+def test_means_are_named():
+    """Three steps of 20 ms and one of 60: no step takes 30."""
+    ends = [20, 40, 60, 120]
+    steps = [event("step", "step", start, end) for start, end in pairwise([0, *ends])]
+    made = recording([*steps, event("compute", "forward", 0, 120), event("worker 0", "host_update", 0, 50)])
+    assert "(30.0 ms per step" in diagnose(summarize(made)).sentence
 
 
 @pytest.mark.parametrize("case", CASES)

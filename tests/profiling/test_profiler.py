@@ -213,6 +213,24 @@ def test_innermost_of_nested_profiles_records():
     assert engine.timeline is None
 
 
+def test_profiles_end_in_any_order():
+    engine = FakeEngine()
+    first, second = profile(), profile()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    engine.train(2)
+    second.__exit__(None, None, None)
+    assert engine.timeline is None
+    assert not records_new_engines()
+    assert (first.summary()["steps"], second.summary()["steps"]) == (0, 2)
+
+
+def test_profile_that_was_not_entered_cannot_end():
+    with pytest.raises(RuntimeError, match="was not entered; use it as"):
+        profile().__exit__(None, None, None)
+
+
 def test_profile_is_entered_once():
     prof = profile()
     with prof:
@@ -290,6 +308,27 @@ def test_flops_are_a_number_above_zero(wrong, error):
         profile(flops_per_step=wrong)
 
 
+@pytest.mark.tier1
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError)])
+def test_steps_are_counted_from_one(wrong, error, tmp_path, measurements):
+    with profile() as prof:
+        FakeEngine().train()
+    with pytest.raises(error, match=rf"steps={wrong} must be an integer >= 1"):
+        prof.report(steps=wrong)
+    with pytest.raises(error, match=rf"steps={wrong} must be an integer >= 1"):
+        prof.save_html(tmp_path / "profile.html", steps=wrong)
+    assert not measurements
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluation_alone_has_a_row(capsys):
+    engine = FakeEngine()
+    with profile() as prof:
+        engine.timeline.add("compute", "inference", MS, 3 * MS, step=0)
+    prof.report(Console(width=100))
+    assert "evaluation (no_grad)  2.00 ms in all" in capsys.readouterr().out
+
+
 def test_newest_steps_of_the_largest_optimizer():
     small, large = FakeEngine(model_bytes=10), FakeEngine(model_bytes=1000)
     with profile() as prof:
@@ -325,11 +364,16 @@ def test_nothing_offloaded_measures_nothing(capsys, measurements):
     assert "limit:" not in capsys.readouterr().out
 
 
-def test_keeps_at_most_max_events():
+def test_keeps_at_most_max_events(capsys):
     engine = FakeEngine()
     with profile(max_events=10) as prof:
         engine.train(100)
-    assert len(prof.recordings()[0].events) == 10
+    # Of ten events the first ones are of a step that has lost others.
+    assert [event.step for event in prof.recordings()[0].events if event.lane == "step"] == [96, 97, 98, 99]
+    assert [event.step for event in prof.newest(9).events if event.lane == "step"] == [96, 97, 98, 99]
+    assert len(prof.newest(2).events) == 4
+    prof.report()
+    assert "4; of earlier ones not all events were kept (max_events)" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match="max_events=0"):
         profile(max_events=0)
 

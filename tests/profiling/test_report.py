@@ -55,7 +55,7 @@ def test_fits_without_control_codes(made, encoding, width):
 def test_80_columns_when_output_is_not_a_terminal(capsys, monkeypatch):
     for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    print_report([known_run()])
+    print_report([known_run()], Console())
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
@@ -95,6 +95,12 @@ def test_numbers_in_the_table():
         "re-selections 1",
     ):
         assert part in text
+
+
+def test_values_of_a_narrow_table_are_below_the_names():
+    lines = printed([known_run()], width=40).splitlines()
+    assert lines[lines.index("step time") + 1] == "  40.0 ms median, 40.0 ms mean, 40.0 ms"
+    assert max(map(len, lines)) <= 40
 
 
 def test_unmeasured_values_are_a_dash():
@@ -183,6 +189,8 @@ def test_forwards_that_are_not_recorded_are_said():
     events = [each for each in known_run().events if each.kind != "forward"]
     text = " ".join(printed([recording(events)]).split())
     assert "93% not waited for (a model that is not compiled records no forward)" in text
+    assert "host update, not waited for" in text  # the legend
+    assert "hid" not in text
 
 
 def test_no_limit_without_measured_bandwidths():
@@ -317,6 +325,15 @@ def test_workers_in_numeric_order():
     gantt = draw(many_workers(), width=80)
     assert gantt is not None
     assert list(gantt.rows) == ["compute", "D2H", "H2D", *(f"worker {i}" for i in range(12))]
+
+
+def test_compact_lanes_without_workers_are_idle():
+    """Long update windows: no host update in the last steps."""
+    steps = [event("step", "step", 0, 10), event("D2H", "copy", 0, 5)]
+    gantt = draw(recording(steps), width=80, compact=True)
+    assert gantt is not None
+    assert {cell.mark for cell in gantt.rows["workers"]} == {IDLE}
+    assert gantt.busy == {"copies": pytest.approx(0.25), "workers": 0.0}
 
 
 def test_gantt_without_events():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ class Terminal(io.StringIO):
         return True
 
     def write(self, text: str) -> int:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
         self.written += len(text)
         for count, code, single, control, plain in self._CODE.findall(text):
             times = int(count or 1) if count.isdigit() or not count else 0
@@ -176,6 +179,69 @@ def test_logs_stay_above() -> None:
             assert terminal.shown == ["log 0", "log 1", "log 2", *AREA]
         assert handler.stream is terminal
         logger.removeHandler(handler)
+
+
+def test_areas_end_in_any_order() -> None:
+    with on_terminal() as terminal:
+        first, second = StatusArea(terminal), StatusArea(terminal)
+        made_before = logging.StreamHandler(sys.stderr)
+        logging.getLogger("tests.status_area").addHandler(made_before)
+        first.__enter__()
+        second.__enter__()
+        made_inside = logging.StreamHandler(sys.stderr)
+        logging.getLogger("tests.status_area").addHandler(made_inside)
+        first.__exit__(None, None, None)
+        second.show(AREA)
+        print("a line")
+        assert terminal.shown == ["a line", *AREA]
+        second.__exit__(None, None, None)
+        assert (sys.stdout, sys.stderr) == (terminal, terminal)
+        for handler in (made_before, made_inside):
+            assert handler.stream is terminal
+            logging.getLogger("tests.status_area").removeHandler(handler)
+
+
+def test_streams_that_the_program_closes() -> None:
+    logger = logging.getLogger("tests.status_area")
+    with on_terminal() as terminal:
+        with StatusArea(terminal) as area:
+            area.show(AREA)
+            logger.addHandler(handler := logging.StreamHandler(sys.stderr))
+            sys.stderr.close()
+            area.show(AREA)
+            with pytest.raises(ValueError, match="closed file"):
+                print("a line", file=sys.stderr)
+        assert sys.stderr is terminal
+        with StatusArea(terminal):
+            assert sys.stderr is terminal
+        logger.removeHandler(handler)
+
+
+def test_child_processes_leave_nothing_of_the_lines() -> None:
+    with with_area() as (terminal, _):
+        print("parent")
+        if not (child := os.fork()):
+            try:
+                print("child")  # on a terminal of its own, which is a copy
+                os._exit(0 if terminal.shown == ["parent", "child"] else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "is_open"),
+    [
+        (["line\n"], False), (["."], True), (["a", " "], True), (["1 of 3", "\r"], True),
+        (["1 of 3", "\r      "], False), (["\r", "bar", "\n", "\x1b[A"], False),
+        (["line\nand"], True), ([".", "\x1b[?25h"], True), (["\n"], False),
+    ],
+)  # fmt: skip
+def test_knows_whether_the_line_is_open(written: list[str], is_open: bool) -> None:
+    with on_terminal() as terminal, StatusArea(terminal) as area:
+        for text in written:
+            sys.stdout.write(text)
+        assert area.line_is_open is is_open
 
 
 def test_ends_without_a_trace() -> None:

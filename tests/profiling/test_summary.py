@@ -203,3 +203,12 @@ def test_simulated_clocks_may_start_anywhere():
     summary, moved = summarize(known_run()), summarize(recording(shifted))
     assert moved == summary
     assert not any(isinstance(value, float) and math.isnan(value) for value in summary.values())
+
+
+def test_predicted_runs_and_the_middle_of_a_run_have_no_warm_up():
+    """A stall makes the first of four steps long."""
+    ends = [0, 100, 110, 120, 130]
+    run = recording([event("step", "step", start, end) for start, end in pairwise(ends)])
+    assert summarize(run)["step_ms"] == 10
+    assert summarize(run, warm_up=False)["step_ms"] == 32.5
+    assert summarize(dataclasses.replace(run, predicted=True))["step_ms"] == 32.5

@@ -62,6 +62,15 @@ def test_keeps_the_newest_events():
     for step in range(10):
         timeline.add("step", "step", step, step + 1, step=step)
     assert [event.step for event in timeline.events()] == [7, 8, 9]
+    assert timeline.older_dropped
+
+
+def test_nothing_is_left_out_that_is_kept():
+    timeline = Timeline(max_events=3)
+    for step in range(3):
+        timeline.add("step", "step", step, step + 1, step=step)
+    assert [event.step for event in timeline.events()] == [0, 1, 2]
+    assert not timeline.older_dropped
 
 
 def test_concurrent_recording_loses_nothing():

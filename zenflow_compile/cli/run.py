@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(str(error))
     program = Program(keywords, say, options.compile, options.no_compile, options.keep_adam)
     with ExitStack() as stack:
-        profile = None if options.dry_run else stack.enter_context(_recorded(options, first=say is _say))
+        stack.enter_context(_recorded(options, first=say is _say))
         stack.enter_context(_as_the_interpreter(options))
         stack.enter_context(served(program))
         if options.dry_run:
@@ -59,16 +59,32 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         for optimizer in program.optimizers:
             note_unapplied(optimizer.engine)
             optimizer.flush()
-    if profile is not None and options.report:
-        profile.report()
     return 0
 
 
-def _recorded(options: argparse.Namespace, *, first: bool) -> AbstractContextManager[Profile | None]:
-    """What records the program, for the options that show it; of several ranks, the first one is shown live."""
-    if options.live and first:
-        return zf.live()
-    return zf.profile() if options.report else nullcontext()
+@contextmanager
+def _recorded(options: argparse.Namespace, *, first: bool) -> Iterator[None]:
+    """Record the program and print the report, for the options that ask for it; of several ranks, the first is live.
+
+    A program that ends by an error keeps it.
+    """
+    live = options.live and first
+    if options.dry_run or not (live or options.report):
+        yield
+        return
+    profile: Profile | None = None
+    try:
+        with zf.live() if live else zf.profile() as profile:
+            yield
+    except BaseException:
+        if options.report and profile is not None and profile.recordings():
+            try:
+                profile.report()
+            except Exception as error:  # of an output that is closed, or of a device that has failed
+                _say(f"no report: {type(error).__name__}: {error}")
+        raise
+    if options.report:
+        profile.report()
 
 
 def _say(line: str) -> None:

@@ -81,6 +81,7 @@ def simulate(
         flops_per_step=flops_per_token(model) * tokens,
         device_flops=hardware.device_flops,
         title=f"predicted: {model.name} on {hardware.name}",
+        predicted=True,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zenflow_compile.checks.validate import printable
 from zenflow_compile.performance.equations import Limit
-from zenflow_compile.profiling.diagnose import diagnose, milliseconds, percent
+from zenflow_compile.profiling.diagnose import diagnose, hidden_text, milliseconds, outside_of_graphs, percent
 from zenflow_compile.profiling.limits import gain_of, limit_of_run, reached
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary
@@ -17,8 +17,8 @@ _DENSE_LINES = 3
 def sentences_of(recording: Recording, summary: Summary) -> list[str]:
     """Say what limits this run and which option would help, and by how much if the bandwidths tell."""
     found = diagnose(summary)
-    gain = gain_of(found.change, recording, summary)
-    return [printable(found.sentence)] if gain is None else [printable(found.sentence), gain]
+    said = (outside_of_graphs(summary), found.sentence, gain_of(found.change, recording, summary))
+    return [printable(each) for each in dict.fromkeys(said) if each is not None]
 
 
 def rows_of(recording: Recording, summary: Summary) -> list[tuple[str, str]]:
@@ -31,6 +31,8 @@ def _rows(recording: Recording, s: Summary) -> list[tuple[str, str]]:
     steps = str(s["steps"])
     if s["warm_up_steps"]:
         steps += f", the first {s['warm_up_steps']} left out below (warm-up)"
+    if recording.older_dropped:
+        steps += "; of earlier ones not all events were kept (max_events)"
     parts = (  # they add up to step_ms
         ms_text(s["forward_ms_per_step"], " forward"),
         ms_text(s["backward_ms_per_step"], " backward"),
@@ -125,12 +127,12 @@ def _link_shares(recording: Recording, s: Summary) -> tuple[str, str]:
 
 def _hidden(s: Summary) -> str:
     """How much of the host's updates ran under the device's work, and how much did not."""
-    share = s["hidden_fraction"]
-    if share is None:
+    share, hidden = s["hidden_fraction"], hidden_text(s)
+    if share is None or hidden is None:
         return NOT_MEASURED
     if not s["forward_recorded"]:
-        return f"{percent(share)} not waited for (a model that is not compiled records no forward)"
-    return f"{percent(share)} hidden, {percent(1 - share)} exposed"
+        return f"{hidden} (a model that is not compiled records no forward)"
+    return f"{hidden}, {percent(1 - share)} exposed"
 
 
 def _dense_rows(summary: Summary) -> list[tuple[str, str]]:

@@ -2,16 +2,17 @@
 
 With little stall the device limits. If the policy waits by design, another policy helps. Otherwise the host update, D2H
 or H2D limits if it needs more time per step than there is to hide it in. If none does, the waits are a matter of
-latency: the first layers have no slack, or flushes start late.
+latency: the first layers have no slack, or flushes start late. Time outside of the graphs is told first where it is
+most of a step. All times are means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import NamedTuple
 
-from zenflow_compile.profiling.summary import Summary
+from zenflow_compile.profiling.summary import Summary, block_of
 
 _NO_STALL = 0.02  # share of time below which no option is worth changing
 _SATURATED = 0.7  # share of time above which a lane delays work that comes at a bad moment
@@ -35,19 +36,19 @@ class Diagnosis(NamedTuple):
 
 def diagnose(summary: Summary) -> Diagnosis:
     """Say what limits this run and which option would help."""
-    step_ms = summary["step_ms_median"]
+    step_ms = summary["step_ms"]
     stall_ms = summary["stall_ms_per_step"]
     if step_ms is None or stall_ms is None:
         return Diagnosis("Nothing was measured: no optimizer step ended while the profile was on.")
     stall_share = summary["stall_share"] or 0.0
     offloads = bool(summary["host_update_ms_per_step"] or summary["d2h_bytes_per_step"])
     if stall_share < _NO_STALL and offloads:
-        return Diagnosis(_no_stall(summary, step_ms))
+        return Diagnosis(outside_of_graphs(summary) or _no_stall(summary, step_ms))
     if stall_share < _NO_STALL:
         policy = f" (policy {summary['policy']})" if summary["policy"] else ""
+        own = "" if outside_of_graphs(summary) else f": the {milliseconds(step_ms)} of a step are the device's own"
         return Diagnosis(
-            f"Nothing was offloaded{policy}: the {milliseconds(step_ms)} of a step are the device's own; "
-            'policy="zenflow" would move optimizer state off the device.'
+            f'Nothing was offloaded{policy}{own}; policy="zenflow" would move optimizer state off the device.'
         )
     waits = f"{milliseconds(stall_ms)} of waiting per step ({percent(stall_share)} of the time)"
     if summary["blocking"]:
@@ -68,8 +69,17 @@ def diagnose(summary: Summary) -> Diagnosis:
     # layers are a matter of latency, unless the lane is far overloaded.
     if ratio >= (_FAR_TOO_MUCH if early else 1.0):
         return Diagnosis(sentence(summary, waits), change)
-    most = list(summary["stall_by_param"])[:2]
-    where = f" (most at {' and '.join(most)})" if most else ""
+    if not summary["host_update_ms_per_step"]:
+        return Diagnosis(
+            f"The step waits{_where(summary['stall_by_param'])}, {waits}, though no host update ran: for copies, or "
+            "for work from before the profile; record more steps to see which."
+        )
+    # A wait is that of an update only where one ended after the weight's next use.
+    slack = summary["slack_by_block"]
+    late = [
+        name for name in summary["stall_by_param"] if (found := slack.get(block_of(name))) and found["margin_ms"] < 0
+    ]
+    where = _where(late)
     if early:
         return Diagnosis(
             f"The first layers' updates have too little time{where}, {waits}, though copies and workers have "
@@ -79,6 +89,27 @@ def diagnose(summary: Summary) -> Diagnosis:
         f"Host updates start too late{where}, {waits}, though copies and workers have capacity left; "
         "more workers (option workers) would finish each flush sooner."
     )
+
+
+def outside_of_graphs(summary: Summary) -> str | None:
+    """Say that most of a step is neither the model's graphs nor the optimizer; None if it is not."""
+    step_ms, other_ms = summary["step_ms"], summary["other_ms_per_step"]
+    # Models that are not compiled record no forward: there, all of it would be outside.
+    if step_ms is None or other_ms is None or not summary["forward_recorded"] or other_ms < _MOSTLY * step_ms:
+        return None
+    return (
+        f"Most of a step runs outside of the compiled graphs and the optimizer ({milliseconds(other_ms)} of "
+        f"{milliseconds(step_ms)}), such as data loading or code that is not compiled; no option changes that."
+    )
+
+
+def hidden_text(summary: Summary) -> str | None:
+    """The share of the host update that made no step longer, in words; None without one."""
+    share = summary["hidden_fraction"]
+    if share is None:
+        return None
+    # Without a recorded forward it is only known that nothing waited.
+    return f"{percent(share)} {'hidden' if summary['forward_recorded'] else 'not waited for'}"
 
 
 def milliseconds(value: float) -> str:
@@ -98,9 +129,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}%"
 
 
+def _where(params: Iterable[str]) -> str:
+    most = list(params)[:2]
+    return f" (most at {' and '.join(most)})" if most else ""
+
+
 def _no_stall(summary: Summary, step_ms: float) -> str:
-    hidden = summary["hidden_fraction"]
-    during = "" if hidden is None else f", which hides {percent(hidden)} of the host update"
+    hidden = hidden_text(summary)
+    during = "" if hidden is None else f", host update {hidden}"
     sentence = f"The device's own work limits this run ({milliseconds(step_ms)} per step{during})"
     interval = summary["update_interval"] or 1
     # Half the interval is at most twice the flushes and uploads; gradients go down every step in any case.

@@ -155,8 +155,11 @@ def _levels(times: Iterable[dict[Mark, float]], length: float) -> tuple[Cell, ..
     """The busy share of ``length`` nanoseconds in each slice. A slice with any work shows at least one eighth."""
     cells = []
     for found in times:
+        if not found:  # always so for no lanes, whose ``length`` is 0
+            cells.append(Cell(IDLE))
+            continue
         level = max(1, min(LEVELS, round(LEVELS * sum(found.values()) / length)))
-        cells.append(Cell(_longest(found), level) if found else Cell(IDLE))
+        cells.append(Cell(_longest(found), level))
     return tuple(cells)
 
 

@@ -37,11 +37,14 @@ COPY = Mark("copy", BLOCKS[-1], DIGITS[-1], "green", "copy")
 STATE = Mark("state move", BLOCKS[-1], DIGITS[-1], "yellow", "state-move")
 HOST = Mark("host update, hidden", BLOCKS[-1], DIGITS[-1], "yellow", "hidden")
 EXPOSED = Mark("host update, exposed", BLOCKS[-1], DIGITS[-1], "bold red", "exposed")
+NOT_WAITED_FOR = Mark("host update, not waited for", BLOCKS[-1], DIGITS[-1], "yellow", "hidden")
+WAITED_FOR = Mark("host update, waited for", BLOCKS[-1], DIGITS[-1], "bold red", "exposed")
 OTHER = Mark("other", "+", "+", "dim", "other")
 IDLE = Mark("idle", "·", ".", "dim", "lane")
-MARKS = (FORWARD, BACKWARD, UPDATE, EVALUATION, COMPILE, WAIT, COPY, STATE, HOST, EXPOSED, OTHER, IDLE)
+_OF_HOST = (HOST, EXPOSED, NOT_WAITED_FOR, WAITED_FOR)
+MARKS = (FORWARD, BACKWARD, UPDATE, EVALUATION, COMPILE, WAIT, COPY, STATE, *_OF_HOST, OTHER, IDLE)
 
-INNERMOST_FIRST = (EVALUATION, COMPILE, WAIT, UPDATE, BACKWARD, FORWARD, OTHER, STATE, COPY, HOST, EXPOSED)
+INNERMOST_FIRST = (EVALUATION, COMPILE, WAIT, UPDATE, BACKWARD, FORWARD, OTHER, STATE, COPY, *_OF_HOST)
 """Nested work is cut out of the work around it. Waits inside an evaluation belong to it, as in ``summary``."""
 
 _COMPUTE_MARKS = {"wait": WAIT, "update": UPDATE, "merge": UPDATE, "select": UPDATE}
@@ -62,15 +65,16 @@ def lanes_of(recording: Recording, start_ns: int, end_ns: int) -> dict[str, list
     """The spans of each lane between two moments: disjoint and by time, the lanes in the order of a picture.
 
     A moment in which several events of a lane run belongs to the innermost kind, and of one kind to the event that
-    began last. A host update is hidden or exposed, see ``Recording.hides``.
+    began last. A host update is hidden or exposed, see ``Recording.hides``; of a model that is not compiled it is only
+    known whether something waited for it.
     """
     disk = [DISK] if any(event.lane == DISK for event in recording.events) else []
     lanes: dict[str, list[Event]] = {name: [] for name in (COMPUTE, D2H, H2D, *recording.worker_lanes, *disk)}
     for event in (*recording.events, *recording.evaluation_events()):
         if event.lane in lanes and event.start_ns < end_ns and event.end_ns > start_ns:
             lanes[event.lane].append(event)
-    hides = recording.hides
-    return {name: list(_split(_innermost(events, start_ns, end_ns), hides)) for name, events in lanes.items()}
+    hides, marks = recording.hides, (HOST, EXPOSED) if recording.forward_recorded else (NOT_WAITED_FOR, WAITED_FOR)
+    return {name: list(_split(_innermost(events, start_ns, end_ns), hides, *marks)) for name, events in lanes.items()}
 
 
 def _mark_of(event: Event) -> Mark:
@@ -109,8 +113,8 @@ def _innermost(events: Iterable[Event], start_ns: int, end_ns: int) -> Iterator[
         yield last
 
 
-def _split(spans: Iterable[Span], hides: Intervals) -> Iterator[Span]:
-    """Cut host updates where device work that hides them begins and ends."""
+def _split(spans: Iterable[Span], hides: Intervals, hidden: Mark, exposed: Mark) -> Iterator[Span]:
+    """Cut host updates where device work that hides them begins and ends, and mark the two kinds of parts."""
     starts = [start for start, _ in hides]
     for span in spans:
         if span.mark is not HOST:
@@ -121,7 +125,7 @@ def _split(spans: Iterable[Span], hides: Intervals) -> Iterator[Span]:
             begin, end = hides[index] if index < len(hides) else (span.end, span.end)
             begin, end = min(max(begin, cursor), span.end), min(max(end, cursor), span.end)
             if cursor < begin:
-                yield span._replace(start=cursor, end=begin, mark=EXPOSED)
+                yield span._replace(start=cursor, end=begin, mark=exposed)
             if begin < end:
-                yield span._replace(start=begin, end=end)
+                yield span._replace(start=begin, end=end, mark=hidden)
             cursor, index = end, index + 1

@@ -17,7 +17,7 @@ _GAIN = 0.02  # of a step, below which a change does not make it shorter
 def limit_of_run(recording: Recording, summary: Summary) -> Limit | None:
     """The shortest step of the run as it is, never above the measured one; None without measured bandwidths."""
     limit = _limit(recording, summary, recording.traffic)
-    step_ms, stall_ms = summary["step_ms_median"], summary["stall_ms_per_step"]
+    step_ms, stall_ms = summary["step_ms"], summary["stall_ms_per_step"]
     if limit is not None and step_ms is not None and stall_ms is not None and limit.step_ms > step_ms:
         # The stall that was measured hides some of what the formula adds.
         return replace(limit, step_ms=step_ms, stall_ms=min(limit.stall_ms, stall_ms))
@@ -25,26 +25,31 @@ def limit_of_run(recording: Recording, summary: Summary) -> Limit | None:
 
 
 def gain_of(change: Change | None, recording: Recording, summary: Summary) -> str | None:
-    """Say by how much ``change`` can shorten a step, in one sentence; None where the bandwidths do not tell."""
+    """Say by how much ``change`` can shorten a step, in one sentence; None where the bandwidths do not tell.
+
+    It takes the difference of the two limits off the measured step: what the schedule adds to the limit stays.
+    """
     moved, interval = recording.traffic, 2 * (summary["update_interval"] or 1)
     if change is None or moved is None:
         return None
     changed = replace(moved, blocking=False) if change is Change.OVERLAP else moved.at_interval(interval // 2, interval)
-    limit, step_ms = _limit(recording, summary, changed), summary["step_ms_median"]
+    limit, step_ms = _limit(recording, summary, changed), summary["step_ms"]
     before = limit_of_run(recording, summary)
     if limit is None or before is None or step_ms is None:
         return None
-    if before.step_ms < (1 - _GAIN) * step_ms and limit.step_ms > (1 - _GAIN) * before.step_ms:
+    less_ms = before.step_ms - limit.step_ms
+    if before.step_ms < (1 - _GAIN) * step_ms and less_ms < _GAIN * step_ms:
         return None  # the bytes allow that without the change, too: what is late is a matter of the schedule
     if change is Change.OVERLAP:
         option = "If host updates are hidden, the bytes of a step allow"
     else:
         option = f"With update_interval={interval} the bytes of a step allow"
-    if limit.step_ms > (1 - _GAIN) * step_ms:
+    if less_ms < _GAIN * step_ms:
         return f"{option} no shorter step on this machine."
+    at_best = step_ms - less_ms
     return (
-        f"{option} {milliseconds(limit.step_ms)} at best, where this run takes {milliseconds(step_ms)}: up to "
-        f"{step_ms / limit.step_ms:.2f} times as fast."
+        f"{option} {milliseconds(less_ms)} less stall: {milliseconds(at_best)} per step at best, where this run takes "
+        f"{milliseconds(step_ms)} on average, {step_ms / at_best:.2f} times as fast."
     )
 
 
@@ -59,7 +64,7 @@ def reached(measured: Bandwidths, summary: Summary) -> Bandwidths:
 
 
 def _limit(recording: Recording, summary: Summary, moved: Traffic | None) -> Limit | None:
-    step_ms, stall_ms = summary["step_ms_median"], summary["stall_ms_per_step"]
+    step_ms, stall_ms = summary["step_ms"], summary["stall_ms_per_step"]
     if moved is None or recording.bandwidths is None or step_ms is None or stall_ms is None:
         return None
     seen = reached(recording.bandwidths, summary)

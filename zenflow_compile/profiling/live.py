@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from rich.console import Console
 from rich.text import Text
 
+from zenflow_compile.checks.validate import printable
 from zenflow_compile.profiling.content import size_text
-from zenflow_compile.profiling.diagnose import milliseconds, percent
+from zenflow_compile.profiling.diagnose import hidden_text, milliseconds, percent
 from zenflow_compile.profiling.gantt import draw
 from zenflow_compile.profiling.profiler import Profile
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.profiling.report import can_show_blocks, lanes_text
-from zenflow_compile.profiling.status_area import StatusArea
+from zenflow_compile.profiling.report import can_show_blocks, console_of, lanes_text
+from zenflow_compile.profiling.status_area import StatusArea, is_closed
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.timeline import STEP
 
@@ -38,16 +39,17 @@ class Live:
         self._exit = ExitStack()
 
     def __enter__(self) -> Profile:
-        profile = self._exit.enter_context(self._profile)
-        if self._console.quiet:
-            return profile
-        fits = self._console.height > 2 * _LINES and not self._console.is_dumb_terminal
-        if self._console.is_terminal and fits:
-            self._area = self._exit.enter_context(StatusArea(self._console.file))
-        thread = threading.Thread(target=self._show, name="zenflow-live", daemon=True)
-        thread.start()
-        self._exit.callback(thread.join)
-        self._exit.callback(self._ended.set)
+        with ExitStack() as entered:
+            profile = entered.enter_context(self._profile)
+            if not self._console.quiet:
+                fits = self._console.height > 2 * _LINES and not self._console.is_dumb_terminal
+                if self._console.is_terminal and fits:
+                    self._area = entered.enter_context(StatusArea(self._console.file))
+                thread = threading.Thread(target=self._show, name="zenflow-live", daemon=True)
+                thread.start()
+                entered.callback(thread.join)
+                entered.callback(self._ended.set)
+            self._exit = entered.pop_all()  # nothing failed: the block ends it
         return profile
 
     def __exit__(
@@ -59,6 +61,14 @@ class Live:
             self._print(last)
 
     def _show(self) -> None:
+        try:
+            self._draw()
+        except Exception as error:  # a thread that ended by it would write a traceback into the program's output
+            if self._area is not None:
+                self._area.show([])
+            self._say(f"the live view ended, the profile goes on: {printable(f'{type(error).__name__}: {error}')}")
+
+    def _draw(self) -> None:
         pause = _SELDOM_S if self._area is None else _OFTEN_S
         while not self._ended.wait(pause):
             began = time.thread_time()  # without waits for the GIL and for a core
@@ -71,12 +81,21 @@ class Live:
                 pause = max(_OFTEN_S, _SHARE * (time.thread_time() - began))
 
     def _print(self, last: Recording) -> None:
-        self._console.print(Text(f"zenflow: {status(last, summarize(last))}"), highlight=False, soft_wrap=True)
+        self._say(status(last, summarize(last, warm_up=False)))
+
+    def _say(self, text: str) -> None:
+        if is_closed(self._console.file):
+            return  # the program has closed it
+        begin = "\n" if self._area is not None and self._area.line_is_open else ""
+        with suppress(OSError):  # nobody can read it, and training does not end for that
+            # One line in a log; a terminal would break it inside of words.
+            wraps = self._console.is_terminal
+            self._console.print(Text(f"{begin}zenflow: {text}"), highlight=False, soft_wrap=not wraps)
 
     def _lines(self, last: Recording) -> list[str]:
         blocks, width = can_show_blocks(self._console), self._console.width - 1
         text = Text(no_wrap=True)
-        text.append(status(last, summarize(last)))
+        text.append(status(last, summarize(last, warm_up=False)))
         text.truncate(width, overflow="ellipsis" if blocks else "crop")
         if (gantt := draw(last, width=width, steps=_STEPS, compact=True)) is not None:
             text.append("\n")
@@ -94,11 +113,12 @@ def live(
 ) -> Live:
     """Record inside the ``with`` block as ``profile`` does, and show the last steps in four lines of the terminal.
 
-    The lines are the numbers of the last four steps (time, stall, share of the host update that is hidden, memory),
-    and three lanes: compute, copies in both directions, and the host's workers. A thread draws them below what the
-    program prints, once a second or, if drawing takes long, less often, so that it takes half a percent of the time.
-    Programs go on to print, also progress bars, through ``sys.stdout`` and ``sys.stderr``. Where the output is not a
-    terminal, a line with the numbers comes every 30 seconds. One such line ends the block in any case.
+    The lines are the numbers of the last four steps (mean time, stall, share of the host update that is hidden,
+    memory), and three lanes: compute, copies in both directions, and the host's workers. A thread draws them below what
+    the program prints, once a second or, if drawing takes long, less often. Programs go on to print, also progress
+    bars, through ``sys.stdout`` and ``sys.stderr``. Where the output is not a terminal, a line with the numbers comes
+    every 30 seconds. One such line ends the block in any case. An error of the drawing ends the view, not the profile,
+    and is a line, too.
 
     Args:
         optimizers: see ``profile``.
@@ -109,19 +129,19 @@ def live(
         A context manager whose value is the profile: its ``report()`` and ``summary()`` are there after the block, too.
 
     Raises:
-        TypeError, ValueError: see ``profile``.
+        TypeError, ValueError: see ``profile``; ``console`` is no console of rich.
     """
-    profile = Profile(*optimizers, max_events=max_events, flops_per_step=flops_per_step)
-    return Live(profile, console or Console(stderr=True))
+    shown_on = console_of(console, stderr=True)
+    return Live(Profile(*optimizers, max_events=max_events, flops_per_step=flops_per_step), shown_on)
 
 
 def status(last: Recording, summary: Summary) -> str:
     """The numbers of the last steps, on one line."""
     step = max(event.step for event in last.events if event.lane == STEP)
-    parts = [f"step {step}: {milliseconds(summary['step_ms_median'] or 0.0)}"]
+    parts = [f"step {step}: mean {milliseconds(summary['step_ms'] or 0.0)}"]
     parts.append(f"stall {percent(summary['stall_share'] or 0.0)}")
-    if (hidden := summary["hidden_fraction"]) is not None:
-        parts.append(f"host update {percent(hidden)} hidden")
+    if (hidden := hidden_text(summary)) is not None:
+        parts.append(f"host update {hidden}")
     if phases := summary["device_bytes_by_phase"]:
         parts.append(f"device memory {size_text(max(phases.values()))}")
     elif last.host_bytes:

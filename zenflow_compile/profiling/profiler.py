@@ -23,7 +23,7 @@ from zenflow_compile.measure import bandwidth
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.page import page
 from zenflow_compile.profiling.recording import Recording, recording_of
-from zenflow_compile.profiling.report import print_ranks, print_report
+from zenflow_compile.profiling.report import console_of, print_ranks, print_report
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
@@ -38,10 +38,20 @@ class _Attachment:
     def __init__(self, engine: Engine, timeline: Timeline) -> None:
         self.engine = weakref.ref(engine)
         self.timeline = timeline
-        self.replaced = engine.timeline
         self.device = engine.device
         self.worker_cores = engine.worker_cores
         self.refresh()
+
+    def detach(self, engine: Engine) -> None:
+        """End the timeline, which those of profiles that were entered later may have replaced."""
+        if engine.timeline is self.timeline:
+            engine.timeline = self.timeline.replaced
+            return
+        above = engine.timeline
+        while above is not None and above.replaced is not self.timeline:
+            above = above.replaced
+        if above is not None:
+            above.replaced = self.timeline.replaced
 
     def refresh(self) -> None:
         """Read the plan again: parameters may be added while the profile is on."""
@@ -104,9 +114,10 @@ class Profile:
         """Wait for work in flight, so that its events are recorded, and detach.
 
         Raises:
-            RuntimeError: a worker or a copy failed.
+            RuntimeError: a worker or a copy failed, or the profile was not entered.
         """
-        assert self._exit is not None
+        if self._exit is None:
+            raise RuntimeError("this profile was not entered; use it as `with zf.profile() as profile:`")
         self._exit.close()
         attached = list(self._attached())
         try:
@@ -116,21 +127,21 @@ class Profile:
         finally:
             for attachment, engine in attached:
                 attachment.refresh()
-                if engine.timeline is attachment.timeline:
-                    engine.timeline = attachment.replaced
+                attachment.detach(engine)
 
     def attach(self, candidate: object) -> None:
-        """Give an engine a timeline of this profile. Of nested profiles the innermost records."""
+        """Give an engine a timeline of this profile. Of several profiles that are on, the last one records."""
         if not _is_engine(candidate):
             return  # a recording engine of the tests, which keeps no timeline
         engine = cast(Engine, candidate)
         if engine.id not in self._attachments:
             timeline = Timeline(max_events=self._max_events)
+            timeline.replaced = engine.timeline
             self._attachments[engine.id] = _Attachment(engine, timeline)
             engine.timeline = timeline
 
     def recordings(self) -> list[Recording]:
-        """Return one recording per optimizer that stepped, in the order of attachment."""
+        """Return one recording per optimizer that stepped, in the order of attachment; if none did, that evaluated."""
         return self._recordings(measure=False)
 
     def _recordings(self, *, measure: bool) -> list[Recording]:
@@ -140,8 +151,9 @@ class Profile:
             recording = dataclasses.replace(_recording(attachment), flops_per_step=self._flops_per_step)
             if measure:
                 recording = _measured(recording, attachment)
-            if any(event.lane == STEP for event in recording.events):
-                found.append(recording)
+            found.append(recording)
+        stepped = [each for each in found if any(event.lane == STEP for event in each.events)]
+        found = stepped or [each for each in found if each.evaluation]
         if len(found) == 1:
             return found
         titles = (f"optimizer {number} of {len(found)}" for number in range(1, len(found) + 1))
@@ -183,9 +195,13 @@ class Profile:
         Args:
             console: standard output by default; its width, color and encoding are respected.
             steps: how many of the last steps to draw.
+
+        Raises:
+            TypeError, ValueError: ``console`` is no console of rich, or ``steps`` no integer >= 1.
         """
-        seen = console is None or not console.quiet
-        print_report(self._recordings(measure=seen), console, steps=steps)
+        shown_on = console_of(console)
+        check_integer("steps", steps, 1)
+        print_report(self._recordings(measure=not shown_on.quiet), shown_on, steps=steps)
 
     def report_ranks(self, console: Console | None = None, *, steps: int = 4) -> None:
         """Print the first rank's report there, and a table of all ranks. All ranks call it, before ``close()``.
@@ -195,6 +211,7 @@ class Profile:
         Raises:
             RuntimeError: not exactly one recorded optimizer is open and has a ``process_group`` or a sharded model,
                 or not all ranks call it, or one has failed.
+            TypeError, ValueError: see ``report``.
         """
         found = [(each, engine.calls) for each, engine in self._attached() if engine.calls is not None]
         if len(found) != 1:
@@ -208,10 +225,12 @@ class Profile:
         ((attachment, calls),) = found
         attachment.refresh()
         with calls.group.announcing():
+            shown_on = console_of(console)
+            check_integer("steps", steps, 1)
             texts = calls.group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
         if calls.group.message_rank == 0:
-            self.report(console, steps=steps)
-            print_ranks([json.loads(text) for text in texts], console)
+            self.report(shown_on, steps=steps)
+            print_ranks([json.loads(text) for text in texts], shown_on)
 
     def save_html(self, path: str | PathLike[str], *, steps: int = 4) -> None:
         """Write the report as a page that needs no network, with lanes of all recorded steps to zoom and move in.
@@ -221,7 +240,12 @@ class Profile:
         Args:
             path: of the file, which is replaced.
             steps: how many of the last steps are shown first.
+
+        Raises:
+            TypeError, ValueError: ``steps`` is no integer >= 1.
+            OSError: the file cannot be written.
         """
+        check_integer("steps", steps, 1)
         Path(path).write_text(page(self._recordings(measure=True), steps=steps), encoding="utf-8")
 
     def _repr_html_(self) -> str:
@@ -292,4 +316,9 @@ def _measured(recording: Recording, attachment: _Attachment) -> Recording:
 def _recording(attachment: _Attachment) -> Recording:
     recording = recording_of(attachment.plan, attachment.timeline.events(), attachment.model_bytes)
     norms = attachment.timeline.norm_sums()
-    return dataclasses.replace(recording, adaptive_windows=attachment.adaptive_windows, norms=norms)
+    return dataclasses.replace(
+        recording,
+        adaptive_windows=attachment.adaptive_windows,
+        norms=norms,
+        older_dropped=attachment.timeline.older_dropped,
+    )

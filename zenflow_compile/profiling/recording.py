@@ -105,6 +105,8 @@ class Recording:
         flops_per_step: of the model's forwards and backwards in a step, which the program tells; None if it does not.
         device_flops: FLOP/s of the device at its best; None where they are not known.
         title: heading of the report, where there are several optimizers.
+        predicted: the events are simulated, in their steady state: no step is a warm-up.
+        older_dropped: the run had more events than the profile keeps; those of its first steps are missing.
     """
 
     events: tuple[Event, ...]
@@ -123,6 +125,8 @@ class Recording:
     flops_per_step: float | None = None
     device_flops: float | None = None
     title: str = ""
+    predicted: bool = False
+    older_dropped: bool = False
 
     @property
     def evaluation(self) -> Intervals:
@@ -159,6 +163,11 @@ class Recording:
         return {kind: intervals for kind, intervals in exclusive(layers).items() if kind}
 
     @property
+    def forward_recorded(self) -> bool:
+        """Whether any forward was recorded; models that are not compiled record none."""
+        return any(event.lane == COMPUTE and event.kind == "forward" for event in self.events)
+
+    @property
     def hides(self) -> Intervals:
         """Time of forwards, backwards and necessary updates on the device, under which host updates are hidden.
 
@@ -167,7 +176,7 @@ class Recording:
         """
         compute = self.compute
         exposes = ["wait"] if self.updated_on_device >= _NECESSARY else ["wait", "update", "merge", "select"]
-        if compute["forward"]:
+        if self.forward_recorded:
             return union(pair for kind in compute if kind not in exposes for pair in compute[kind])
         first = min((event.start_ns for event in self.events), default=0)
         last = max((event.end_ns for event in self.events), default=0)

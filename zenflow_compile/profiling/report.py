@@ -48,15 +48,28 @@ def wrapped(sentences: Iterable[str], *, width: int) -> Text:
     return text
 
 
-def print_report(recordings: list[Recording], console: Console | None = None, *, steps: int = 4) -> None:
-    """Prints a report per recording; ``console`` is standard output by default."""
-    console = console or Console()
+def print_report(recordings: list[Recording], console: Console, *, steps: int = 4) -> None:
+    """Print a report per recording."""
     blocks = can_show_blocks(console)
     for position, recording in enumerate(recordings or [Recording(events=())]):
         if position:
             console.print()
         report = render(recording, width=console.width, blocks=blocks, steps=steps)
         console.print(report, highlight=False, soft_wrap=False)
+
+
+def console_of(given: Console | None, *, stderr: bool = False) -> Console:
+    """``given``, or one on standard output or standard error.
+
+    Raises:
+        TypeError: it is no console.
+    """
+    if given is not None and not isinstance(given, Console):
+        raise TypeError(
+            f"console={given!r} must be a rich.console.Console, such as Console(file=sys.stderr), or None, which takes "
+            f"standard {'error' if stderr else 'output'}"
+        )
+    return given or Console(stderr=stderr)
 
 
 def can_show_blocks(console: Console) -> bool:
@@ -117,18 +130,20 @@ def character(cell: Cell, blocks: bool) -> str:
 
 
 def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
-    """A name and a value per row. Wrapped here, so no line ends in blanks."""
+    """A name and a value per row, of narrow tables below the name. Wrapped here, so no line ends in blanks."""
     indent = max(len(name) for name, _ in rows) + 2
+    narrow = width < 2.5 * indent
+    if narrow:
+        indent = 2
     text = Text(end="")
     for name, value in rows:
-        text.append(name.ljust(indent), style="dim")
+        text.append(f"{name}\n{' ' * indent}" if narrow and name else name.ljust(indent), style="dim")
         text.append(f"\n{' ' * indent}".join(textwrap.wrap(value, max(_NARROWEST, width - indent))) + "\n")
     return text
 
 
-def print_ranks(summaries: Sequence[Summary], console: Console | None = None) -> None:
+def print_ranks(summaries: Sequence[Summary], console: Console) -> None:
     """Print a table with a row per rank, and one sentence; ``summaries`` are in the order of the ranks."""
-    console = console or Console()
     table = Table(title="Ranks, per step", title_justify="left", box=None)
     table.add_column("rank", justify="right")
     for column in ("step", "own work", "waits for ranks", "host update", "D2H MB", "H2D MB", "sent MB"):

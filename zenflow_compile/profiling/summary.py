@@ -120,7 +120,7 @@ class Summary(TypedDict):
         compilations: how often graphs were compiled, over all recorded steps.
         compilation_ms: total time of that, which is left out of all other times.
         evaluation_ms: total time of evaluation inside the measured steps, see ``Recording.evaluation``; left out of all
-            other times. An evaluation that keeps gradients enabled counts as forward.
+            other times. Without a step, all of it. An evaluation that keeps gradients enabled counts as forward.
         step_ms, step_ms_median, step_ms_p95: mean, median and 95th percentile (linear interpolation) of the measured
             steps, each from the end of the previous step to its own.
         stall_ms_per_step: time in which the training thread or the device waited for a copy or a host update.
@@ -137,7 +137,7 @@ class Summary(TypedDict):
             twice. ``prediction.forecast`` counts such time one time, as ``host_update_s``.
         hidden_fraction: share of the workers' host-update time, within measured time and as a union per
             worker, that ran under a forward, a backward or a necessary update of the device, see ``Recording.hides``.
-        forward_recorded: whether any forward was recorded; if none was, what is no wait hides.
+        forward_recorded: see ``Recording``; if none was, what is no wait hides.
         workers: worker lanes with at least one event.
         worker_busy_share: share of these workers' measured time that was host update.
         d2h_busy_share, h2d_busy_share: share of measured time in which at least one copy of that direction
@@ -223,21 +223,27 @@ class Summary(TypedDict):
     device_bytes_peak: int | None
 
 
-def summarize(recording: Recording) -> Summary:
-    """Reduces a recording; see ``Summary`` for what each number means."""
+def summarize(recording: Recording, *, warm_up: bool = True) -> Summary:
+    """Reduce a recording; see ``Summary`` for what each number means.
+
+    Args:
+        warm_up: its first steps may be warm-up; False for those of the middle of a run. A predicted run has none.
+    """
     events = recording.events
     steps = sorted((event for event in events if event.lane == STEP), key=lambda event: event.end_ns)
     inference, compilation = recording.evaluation, recording.compilation
     no_training = union([*inference, *compilation])
     training_ns = [length_ns(subtract([(step.start_ns, step.end_ns)], no_training)) for step in steps]
-    limit = _WARM_UP_FACTOR * median(training_ns) if len(training_ns) > 2 else inf
-    warm_up = len(list(takewhile(lambda time_ns: time_ns > limit, training_ns[: len(training_ns) // 2])))
-    measured = steps[warm_up:]
+    limit = (
+        _WARM_UP_FACTOR * median(training_ns) if warm_up and not recording.predicted and len(training_ns) > 2 else inf
+    )
+    left_out = len(list(takewhile(lambda time_ns: time_ns > limit, training_ns[: len(training_ns) // 2])))
+    measured = steps[left_out:]
     numbers = {step.step for step in measured}
     elapsed = union((step.start_ns, step.end_ns) for step in measured)
     time = subtract(elapsed, no_training)
     total_ns = length_ns(time)
-    durations_ms = [duration_ns / _NS_PER_MS for duration_ns in training_ns[warm_up:]]
+    durations_ms = [duration_ns / _NS_PER_MS for duration_ns in training_ns[left_out:]]
     if len(durations_ms) == 1:
         durations_ms *= 2  # ``quantiles`` takes no single value
     of_compute = [event for event in events if event.lane == COMPUTE]
@@ -292,10 +298,11 @@ def summarize(recording: Recording) -> Summary:
         state_note=recording.state_note,
         selected_share=recording.selected_share,
         steps=len(steps),
-        warm_up_steps=warm_up,
+        warm_up_steps=left_out,
         compilations=sum(event.kind == "compile" for event in of_compute),
         compilation_ms=length_ns(compilation) / _NS_PER_MS,
-        evaluation_ms=length_ns(subtract(intersect(elapsed, inference), compilation)) / _NS_PER_MS,
+        evaluation_ms=length_ns(subtract(intersect(elapsed, inference) if steps else inference, compilation))
+        / _NS_PER_MS,
         step_ms=ms_per_step(total_ns),
         step_ms_median=median(durations_ms) if measured else None,
         step_ms_p95=quantiles(durations_ms, n=20, method="inclusive")[-1] if measured else None,
@@ -312,7 +319,7 @@ def summarize(recording: Recording) -> Summary:
         other_ms_per_step=ms_per_step(total_ns - sum(length_ns(intervals) for intervals in compute.values())),
         host_update_ms_per_step=ms_per_step(sum(length_ns(_spans(e)) for e in _by_lane(own_updates).values())),
         hidden_fraction=sum(length_ns(intersect(own, hides)) for own in busy) / busy_ns if busy_ns else None,
-        forward_recorded=bool(found["forward"]),
+        forward_recorded=recording.forward_recorded,
         workers=len(recording.worker_lanes),
         worker_busy_share=busy_ns / (len(busy) * total_ns) if busy and total_ns else None,
         d2h_busy_share=length_ns(intersect(_spans(copies[D2H]), time)) / total_ns if total_ns else None,
