@@ -26,7 +26,7 @@ LIMITS = {1: 8 * 60, 2: 31 * 60}
 START = 30.0
 """Seconds before the first test: processes start, import frameworks and collect."""
 
-EACH_CASE = 0.2
+EACH_CASE = 0.12
 """Tier 1 runs one case of a test whose cases take longer, in seconds."""
 
 LONGEST = 3.0
