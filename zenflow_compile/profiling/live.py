@@ -87,7 +87,7 @@ class Live:
         if is_closed(self._console.file):
             return  # the program has closed it
         begin = "\n" if self._area is not None and self._area.line_is_open else ""
-        with suppress(OSError):  # nobody can read it, and training does not end for that
+        with suppress(OSError):  # its reader is gone, and training does not end for that
             # One line in a log; a terminal would break it inside of words.
             wraps = self._console.is_terminal
             self._console.print(Text(f"{begin}zenflow: {text}"), highlight=False, soft_wrap=not wraps)
