@@ -12,9 +12,9 @@ import pytest
 import zenflow_compile as zf
 from zenflow_compile.cli import main
 from zenflow_compile.cli.plan_report import divided
+from zenflow_compile.prediction.answers import fit
 from zenflow_compile.prediction.forecast import WORTH_IT
 from zenflow_compile.prediction.predict import scenario_of
-from zenflow_compile.prediction.search import fit
 
 PAGE = Path(__file__).parents[2] / "docs/guide/capacity.md"
 _ROW = re.compile(

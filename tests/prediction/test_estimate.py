@@ -12,9 +12,9 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import hardware
 from zenflow_compile.performance.models import model
 from zenflow_compile.prediction import estimate
+from zenflow_compile.prediction.answers import fit
 from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import Scenario, forecast, micro_batches, needs
-from zenflow_compile.prediction.search import fit
 
 FILES: dict[str, Any] = {"nvme_path": "scratch"}
 OPTIONS: list[dict[str, Any]] = [

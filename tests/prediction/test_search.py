@@ -19,6 +19,7 @@ from zenflow_compile.performance.models import ModelShape, shape_of
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.prediction.answers import Fit, Frontier, choose, fit, frontier, kept_by_auto
 from zenflow_compile.prediction.dimensions import Dimension, dimensions
 from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import (
@@ -31,20 +32,7 @@ from zenflow_compile.prediction.forecast import (
     resolve_stride,
 )
 from zenflow_compile.prediction.predict import predict, scenario_of
-from zenflow_compile.prediction.search import (
-    ALIKE,
-    Fit,
-    Frontier,
-    Memory,
-    Search,
-    chain,
-    choose,
-    device_first,
-    fit,
-    frontier,
-    host_first,
-    kept_by_auto,
-)
+from zenflow_compile.prediction.search import ALIKE, Memory, Search, chain, device_first, host_first
 
 LAYER_STATE = 12 * 1_000_000
 FILLED: dict[str, Any] = {"policy": "auto", "tokens_per_step": 1, "device_share": "fill"}

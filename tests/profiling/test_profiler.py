@@ -289,7 +289,7 @@ def test_page_says_what_the_report_says(tmp_path, measurements):
     assert "100000 TFLOP/s, 100% of the device&#x27;s 100000 TFLOP/s" in text  # more than a matrix product's
 
 
-def test_notebook_shows_the_page_in_a_frame_without_measuring(measurements):
+def test_notebook_shows_the_page_without_measuring(measurements):
     engine = FakeEngine()
     with profile() as prof:
         engine.train(50)
@@ -399,7 +399,7 @@ def test_engines_without_a_timeline_are_ignored():
 
 
 @pytest.mark.parametrize(("policy", "hidden"), [("zero_offload", 0.0), ("zenflow", None)])
-def test_compilations_count_and_blocking_updates_are_exposed(policy, hidden):
+def test_blocking_updates_are_exposed(policy, hidden):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     optimizer = zf.ZenFlowAdamW(model.named_parameters(), policy=policy)
     compiled = torch.compile(model, backend="zenflow", options={"inner": "eager"})

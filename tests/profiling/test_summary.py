@@ -205,7 +205,7 @@ def test_simulated_clocks_may_start_anywhere():
     assert not any(isinstance(value, float) and math.isnan(value) for value in summary.values())
 
 
-def test_predicted_runs_and_the_middle_of_a_run_have_no_warm_up():
+def test_only_the_start_of_a_run_has_a_warm_up():
     """A stall makes the first of four steps long."""
     ends = [0, 100, 110, 120, 130]
     run = recording([event("step", "step", start, end) for start, end in pairwise(ends)])

@@ -32,9 +32,9 @@ from zenflow_compile.cli.plan_report import (
 from zenflow_compile.options.options import FLAGS, Options
 from zenflow_compile.performance import hardware, models
 from zenflow_compile.performance.hardware import Hardware, hardware_of
+from zenflow_compile.prediction.answers import Fit, fit, frontier
 from zenflow_compile.prediction.forecast import SOME_DISK, Combination, Scenario, bytes_per_parameter, explain
 from zenflow_compile.prediction.predict import Prediction, predict, scenario_of, timeline
-from zenflow_compile.prediction.search import Fit, fit, frontier
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
 _SCENARIO = ("tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens")

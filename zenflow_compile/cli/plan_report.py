@@ -18,9 +18,10 @@ from rich.text import Text
 
 from zenflow_compile.checks.validate import printable
 from zenflow_compile.performance.traffic import Sharing
+from zenflow_compile.prediction.answers import Fit, Frontier
 from zenflow_compile.prediction.forecast import GRADIENTS, SOME_DISK, STATE, Combination, Forecast, Scenario, changed
 from zenflow_compile.prediction.predict import Prediction
-from zenflow_compile.prediction.search import Fit, Frontier, Memory, device_first, host_first
+from zenflow_compile.prediction.search import Memory, device_first, host_first
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

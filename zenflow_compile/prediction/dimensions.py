@@ -54,9 +54,8 @@ def dimensions(scenario: Scenario, given: Collection[str], estimator: Estimator)
         tuple({"update_stride": each} for each in (*(() if streams else (None,)), "auto", *STRIDES)),
         ({"offload_weights": False}, *({"offload_weights": share} for share in (0.5, 1.0))),
         tuple({"topk_ratio": ratio} for ratio in (0.1, 0.05, 0.02)),
-        tuple(
-            {"update_interval": steps} for steps in (1, 2, 4)
-        ),  # longer ones cost too much loss (docs/convergence.md)
+        # Longer update windows cost too much loss (docs/convergence.md).
+        tuple({"update_interval": steps} for steps in (1, 2, 4)),
         _fewer_bytes(scenario),
         ({"gradient_transfer": "each"}, {"gradient_transfer": "int8"}, {"gradient_transfer": "mean"}),
         ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _state_shares(scenario))),

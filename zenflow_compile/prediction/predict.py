@@ -16,6 +16,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.performance.traffic import RankTraffic, Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.prediction.answers import compare, divide
 from zenflow_compile.prediction.forecast import (
     DTYPES,
     ROUNDED,
@@ -24,7 +25,6 @@ from zenflow_compile.prediction.forecast import (
     Scenario,
     node_plan,
 )
-from zenflow_compile.prediction.search import compare, divide
 from zenflow_compile.prediction.simulate import simulate as simulate_plan
 from zenflow_compile.prediction.strides import fastest_stride
 from zenflow_compile.profiling.recording import Recording
