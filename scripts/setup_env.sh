@@ -83,6 +83,8 @@ if [ ! -x "$venv/bin/python" ]; then
         "$base" -m venv "$venv"
     fi
 fi
+# pip comes last: an interrupted run may have left an environment without it.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
 has_torch || install_torch
 
 separate_broken_torchvision() {
