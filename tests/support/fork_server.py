@@ -5,6 +5,7 @@ A spawned process imports for two seconds before its first line. Tests start hun
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -31,7 +32,10 @@ def fork_server() -> ForkServerContext:
 
 
 def begin_process(environment: Mapping[str, str]) -> None:
-    """Call this first in a fork: take over the environment, which is the server's, and leave imports to no collection.
+    """Call this first in a fork.
+
+    It takes over the environment, which is the server's, leaves imports to no collection, and prints where each thread
+    is if the process dies of a signal.
 
     Args:
         environment: ``os.environ`` of the process that started this one.
@@ -39,6 +43,7 @@ def begin_process(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()
+    faulthandler.enable()
     from tests.support.compilation import measure_no_guards  # imports PyTorch
 
     measure_no_guards()

@@ -135,9 +135,10 @@ def _models(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         found: Iterable[Fit] = map(search, scenarios)
         if processes > 1:
-            # Not forked: threads may just have measured the machine.
-            pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
-            found = stack.enter_context(pool).map(search, scenarios)
+            # Not forked from this process: threads may just have measured the machine.
+            server = multiprocessing.get_context("forkserver")
+            server.set_forkserver_preload([fit.__module__])
+            found = stack.enter_context(ProcessPoolExecutor(processes, server)).map(search, scenarios)
         watched = track(
             found,
             "Searching plans",

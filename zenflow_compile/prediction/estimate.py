@@ -154,7 +154,7 @@ class Estimator:
         self._kinds = Kinds(scenario.model.params, scenario.options)
         self._of_options: dict[tuple[object, ...], Kinds] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._weights: dict[tuple[object, ...], WeightMemory | None] = {}
+        self._weights: dict[tuple[object, ...], tuple[WeightMemory | None, Sequence[bool]]] = {}
         self._placed: dict[tuple[object, ...], _Placed] = {}
         self._numbers: dict[tuple[int, int], ParamPlan] = {}
         self._plans: dict[tuple[object, ...], CountedPlan] = {}
@@ -260,15 +260,17 @@ class Estimator:
             if where not in self._layouts:
                 self._layouts[where] = self._lay_out(options)
             if loading not in self._weights:
-                self._weights[loading] = weight_memory(options, self._scenarios[recompute])
-            layout, weights = self._layouts[where], self._weights[loading]
-            loaded = frozenset[int]() if weights is None else weights.offloaded
-            loads = [index in loaded for index in range(len(layout.sides))]
+                memory = weight_memory(options, self._scenarios[recompute])
+                offloaded = frozenset[int]() if memory is None else memory.offloaded
+                self._weights[loading] = memory, [index in offloaded for index in range(len(self._kinds.of))]
+            layout, (weights, loads) = self._layouts[where], self._weights[loading]
             groups = list(zip(self._kinds.of, layout.sides, loads, strict=True))
-            numbered = zip(layout.subgroups, layout.sides, self._kinds.of, strict=True)
-            streamed = [
-                (number, kind) for number, side, kind in numbered if number is not None and side is Side.STREAMED
-            ]
+            streamed = []
+            if Side.STREAMED in layout.sides:
+                numbered = zip(layout.subgroups, layout.sides, self._kinds.of, strict=True)
+                streamed = [
+                    (number, kind) for number, side, kind in numbered if number is not None and side is Side.STREAMED
+                ]
             self._placed[key] = _Placed(layout, weights, groups, Counter(groups), streamed)
         return self._placed[key]
 
