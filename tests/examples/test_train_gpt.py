@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import io
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -173,15 +172,10 @@ def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("module", ["examples.train_gpt", "examples.finetune_llama", "examples.report_picture"])
-def test_help(module: str) -> None:
+def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     if module == "examples.finetune_llama":
         pytest.importorskip("transformers", reason="needs the hf extra")
-    process = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    assert f"python -m {module}" in process.stdout
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(module).main(["--help"])
+    assert ended.value.code == 0
+    assert f"python -m {module}" in capsys.readouterr().out
