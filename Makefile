@@ -40,7 +40,8 @@ OPTIONS := $(or $(ARGS),$(OPTION_GOALS) $(filter --%,$(MAKEOVERRIDES)))
 
 # Two test processes on two cores: one thread each, and no processes that compile in parallel.
 TEST_PROCESSES ?= 2
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+# Bytecode is kept: the processes that run tests, and those that tests start, compile hundreds of files otherwise.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
