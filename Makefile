@@ -1,6 +1,7 @@
 # make setup      virtual environment with everything in it
-# make train      train a small GPT
-# make train-ranks  train it on two ranks of this machine, which divide the optimizer's state
+# make train      fine-tune a pretrained language model on movie reviews, in less than four minutes
+# make train-small  train a small GPT from random weights
+# make train-ranks  train the GPT on two ranks of this machine, which divide the optimizer's state
 # make train-sharded  train it sharded over two ranks, each of which has a part of the weights, too
 # make test       tier 1 of the tests: every behavior once, in at most 8 minutes
 # make test-ci    tiers 1 and 2, and the part of tier 3 that the commit draws, in at most 31 minutes
@@ -45,7 +46,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONT
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train train-ranks train-sharded test test-ci test-long mutants test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train train-small train-ranks train-sharded test test-ci test-long mutants test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -55,6 +56,9 @@ $(STAMP): pyproject.toml scripts/setup_env.sh scripts/refuse_cuda_build.py
 	@touch $@
 
 train: $(READY)
+	$(PYTHON) -m examples.classify $(OPTIONS)
+
+train-small: $(READY)
 	$(PYTHON) -m examples.train_gpt $(OPTIONS)
 
 train-ranks: $(READY)

@@ -21,7 +21,6 @@ import zenflow_compile as zf
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_text, training_batch
 from examples.train_gpt import CORES_OF_PYTORCH, share_cores
-from zenflow_compile.profiling.profiler import Profile
 
 CONTEXT, LAYERS, WIDTH, BATCH = 64, 4, 384, 2
 POLICIES = ("zero_offload", "zenflow")
@@ -56,7 +55,7 @@ _SVG = """\
 """
 
 
-def record(policy: str, *, steps: int, inner: str) -> Profile:
+def record(policy: str, *, steps: int, inner: str) -> zf.Profile:
     """Train for ``steps`` steps after a warm-up, and return their profile."""
     torch.compiler.reset()
     torch.manual_seed(0)

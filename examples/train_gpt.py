@@ -36,7 +36,6 @@ from examples.gpt import GPT
 from examples.ranks import own_part, process_group, ranks
 from examples.settings import TrainConfig, TrainResult
 from examples.stdlib_text import Text, load_text, training_batch, validation_batches
-from zenflow_compile.profiling.profiler import Profile
 
 CORES_OF_PYTORCH = 0.5  # where the device is the CPU itself
 
@@ -147,7 +146,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
 
 def recorded(
     config: TrainConfig, optimizer: zf.ZenFlowAdamW, flops: float, console: Console
-) -> AbstractContextManager[Profile]:
+) -> AbstractContextManager[zf.Profile]:
     """A profile of the steps inside the block, which the terminal shows meanwhile under ``config.live``."""
     if config.live:
         return zf.live(optimizer, flops_per_step=flops, console=Console(stderr=True, quiet=console.quiet))

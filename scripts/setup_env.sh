@@ -101,3 +101,5 @@ constraints="$venv/torch-constraint.txt"
 say "installing zenflow-compile and its dependencies for $(cat "$constraints")"
 "$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable '.[dev,docs,hf,integrations,plots]'
 separate_broken_torchvision
+# What `make train` fine-tunes. It says why if the packages cannot be had.
+"$venv/bin/python" -m examples.pretrained

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from zenflow_compile.prediction.predict import plan, simulate
     from zenflow_compile.profiling.compare import compare
     from zenflow_compile.profiling.live import live
-    from zenflow_compile.profiling.profiler import profile
+    from zenflow_compile.profiling.profiler import Profile, profile
     from zenflow_compile.runtime.parameters.moved_weights import move_to_device
 
 __all__ = [
+    "Profile",
     "ZenFlowAdamW",
     "compare",
     "explain",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Profile": "profiling.profiler",
     "ZenFlowAdamW": "optimizer",
     "compare": "profiling.compare",
     "explain": "explanation",

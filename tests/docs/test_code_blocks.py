@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples import pretrained
+from tests.support.small_texts import save_tiny_model
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +75,8 @@ def test_loop_with_inference_trains() -> None:
 def test_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "tiny")
+    monkeypatch.setattr(pretrained, "fetch", lambda content: tmp_path / "tiny")
     names = run("docs/tutorial.md", {})
     assert (tmp_path / "fine-tuned" / "config.json").exists()
     assert names["summary"]["steps"] == 8

@@ -1,14 +1,32 @@
-"""A text that even a tiny model learns within seconds."""
+"""A text that even a tiny model learns within seconds, and a tiny model with a tokenizer."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-import torch
 
 from examples.stdlib_text import Text
+from tests.support.small_texts import REVIEWS, repeating, save_tiny_model
 
 
 @pytest.fixture(scope="session")
 def repeating_text() -> Text:
-    words = torch.frombuffer(bytearray(b"def forward(self, x): return self.norm(x)\n" * 200), dtype=torch.uint8)
-    return Text(train=words, validation=words[7:].clone())
+    return repeating()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Llama of 2 layers and its tokenizer."""
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    folder = tmp_path_factory.mktemp("tiny-model")
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rated sentences, as in the package: number, rating, sentence."""
+    path = tmp_path_factory.mktemp("reviews") / "reviews.tsv"
+    path.write_text("\n".join(f"{number}\t{rating}\t{text}" for number, (rating, text) in enumerate(REVIEWS)) + "\n")
+    return path

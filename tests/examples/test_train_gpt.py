@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -169,13 +168,3 @@ def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         parse(arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("module", ["examples.train_gpt", "examples.finetune_llama", "examples.report_picture"])
-def test_help(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if module == "examples.finetune_llama":
-        pytest.importorskip("transformers", reason="needs the hf extra")
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(module).main(["--help"])
-    assert ended.value.code == 0
-    assert f"python -m {module}" in capsys.readouterr().out

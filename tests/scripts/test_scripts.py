@@ -42,9 +42,9 @@ def test_makefile_passes_options_on() -> None:
         process = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
         return process.stdout
 
-    assert dry_run("train", "ARGS=--compare --steps 9").strip() == "python -m examples.train_gpt --compare --steps 9"
+    assert dry_run("train", "ARGS=--compare --steps 9").strip() == "python -m examples.classify --compare --steps 9"
     passed_on = dry_run("train", "--", "--compare", "--steps=9").splitlines()[0].split()
-    assert passed_on[:3] == ["python", "-m", "examples.train_gpt"]
+    assert passed_on[:3] == ["python", "-m", "examples.classify"]
     assert sorted(passed_on[3:]) == ["--compare", "--steps=9"]
     evidence = "python -m benchmarks gpu_evidence --part peers_4k trace --missing"
     assert dry_run("gpu-evidence", "--", "--part", "peers_4k", "trace", "--missing").splitlines()[0].strip() == evidence

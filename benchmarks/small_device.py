@@ -1,14 +1,10 @@
-"""Fine-tune a Hugging Face Llama model in a plain loop: one line differs from a loop that offloads nothing.
+"""Trains a Llama within a limit of device memory that is smaller than its weights, and measures the peak.
 
-    python -m examples.finetune_llama --steps 50
-    python -m examples.finetune_llama --policy zero_offload --width 512 --layers 8 --batch 1 --context 16 \\
+    python -m benchmarks small_device --policy zero_offload --width 512 --layers 8 --batch 1 --context 16 \\
         --offload-weights auto --device-memory 40MB
 
-The second command trains a model that is larger than the memory given to it: weights are in host memory between their
-uses. Without CUDA, an allocator that counts stands for the device, and needs a C++ compiler.
-
-The model comes from a small configuration with random weights, so nothing is downloaded; give ``--model`` a
-folder with weights of your own to start from those. Needs the ``hf`` extra.
+Weights are in host memory between their uses. Without CUDA, an allocator that counts stands for the device, and needs a
+C++ compiler. The model has random weights.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zenflow_compile as zf
-from examples.counting_allocator import CountingError, counted_cpu
+from benchmarks.counting_allocator import CountingError, counted_cpu
 from examples.stdlib_text import Text, load_text, training_batch
 from zenflow_compile.runtime.device.devices import device_of
 
@@ -34,7 +30,7 @@ _DECIDED = 3  # steps: "auto" decides in the third one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FineTuneConfig:
+class DeviceConfig:
     """Settings of one run.
 
     Attributes:
@@ -47,7 +43,6 @@ class FineTuneConfig:
         policy: where optimizer state lives.
         inner: what compiles the rewritten graphs, ``inductor`` or ``eager``.
         seed: of weights and data.
-        model: folder of a Llama model to start from instead of random weights.
         offload_weights: ``"auto"``, a share, or bytes; see ``ZenFlowAdamW``.
         live: show the last steps while it trains.
         device_memory: bytes of device memory that the run may use; None: all that is free.
@@ -62,7 +57,6 @@ class FineTuneConfig:
     policy: str = "zenflow"
     inner: str = "inductor"
     seed: int = 0
-    model: str | None = None
     offload_weights: float | Literal[False, "auto"] = False
     device_memory: int | None = None
     live: bool = False
@@ -107,10 +101,8 @@ class Result:
     memory: Memory | None
 
 
-def build(config: FineTuneConfig) -> LlamaForCausalLM:
+def build(config: DeviceConfig) -> LlamaForCausalLM:
     """The model: its bytes are tokens, so any vocabulary of at least 256 will do."""
-    if config.model is not None:
-        return LlamaForCausalLM.from_pretrained(config.model, local_files_only=True)
     torch.manual_seed(config.seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -126,12 +118,12 @@ def build(config: FineTuneConfig) -> LlamaForCausalLM:
     )
 
 
-def finetune(config: FineTuneConfig, *, text: Text | None = None, console: Console | None = None) -> list[float]:
+def losses_of(config: DeviceConfig, *, text: Text | None = None, console: Console | None = None) -> list[float]:
     """Train on the standard library's source and return the loss of every step, in nats per byte."""
     return train(config, text=text, console=console).losses
 
 
-def train(config: FineTuneConfig, *, text: Text | None = None, console: Console | None = None) -> Result:
+def train(config: DeviceConfig, *, text: Text | None = None, console: Console | None = None) -> Result:
     """Train on the standard library's source.
 
     Raises:
@@ -156,7 +148,7 @@ def train(config: FineTuneConfig, *, text: Text | None = None, console: Console 
         return _train(config, text, console, device)
 
 
-def _optimizer(config: FineTuneConfig, model: LlamaForCausalLM) -> zf.ZenFlowAdamW:
+def _optimizer(config: DeviceConfig, model: LlamaForCausalLM) -> zf.ZenFlowAdamW:
     options: dict[str, Any] = {}
     if config.measures:
         # One backward per step: gradients leave the device in the backward, and not in the step.
@@ -164,7 +156,7 @@ def _optimizer(config: FineTuneConfig, model: LlamaForCausalLM) -> zf.ZenFlowAda
     return zf.ZenFlowAdamW(model.named_parameters(), lr=config.lr, policy=config.policy, **options)
 
 
-def _train(config: FineTuneConfig, text: Text, console: Console, device: torch.device) -> Result:
+def _train(config: DeviceConfig, text: Text, console: Console, device: torch.device) -> Result:
     model = build(config).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     weights = sum(param.nbytes for param in model.parameters())
 
@@ -191,7 +183,7 @@ def _train(config: FineTuneConfig, text: Text, console: Console, device: torch.d
     return Result(losses, memory)
 
 
-def _memory(config: FineTuneConfig, device: torch.device, weights: int, optimizer: zf.ZenFlowAdamW) -> Memory:
+def _memory(config: DeviceConfig, device: torch.device, weights: int, optimizer: zf.ZenFlowAdamW) -> Memory:
     peak = device_of(device).peak_bytes()
     assert peak is not None
     offloaded = len(optimizer.engine.weights.weights)
@@ -220,11 +212,11 @@ def _weights(text: str) -> float | Literal["auto"]:
         ) from None
 
 
-def parse(arguments: Sequence[str] | None = None) -> FineTuneConfig:
+def parse(arguments: Sequence[str] | None = None) -> DeviceConfig:
     """The settings that a command line gives."""
-    defaults = FineTuneConfig()
+    defaults = DeviceConfig()
     parser = argparse.ArgumentParser(
-        prog="python -m examples.finetune_llama",
+        prog="python -m benchmarks small_device",
         description=__doc__.partition("\n")[0],
         argument_default=argparse.SUPPRESS,
     )
@@ -233,17 +225,16 @@ def parse(arguments: Sequence[str] | None = None) -> FineTuneConfig:
     parser.add_argument("--lr", type=float, help=str(defaults.lr))
     parser.add_argument("--policy", choices=("resident", "zero_offload", "zenflow"), help=defaults.policy)
     parser.add_argument("--inner", choices=("inductor", "eager"), help=defaults.inner)
-    parser.add_argument("--model", metavar="FOLDER", help="start from these weights instead of random ones")
     parser.add_argument(
         "--offload-weights", type=_weights, metavar="VALUE", help="auto, a share such as 0.5, or bytes such as 64MB"
     )
     parser.add_argument("--device-memory", type=_bytes, metavar="BYTES", help="limit of device memory, such as 64MB")
     parser.add_argument("--live", action="store_true", help="show the last steps while it trains")
-    return FineTuneConfig(**vars(parser.parse_args(arguments)))
+    return DeviceConfig(**vars(parser.parse_args(arguments)))
 
 
 def main(arguments: Sequence[str] | None = None, text: Text | None = None) -> int:
-    """Entry point of ``python -m examples.finetune_llama``."""
+    """Entry point."""
     config = parse(arguments)
     console = Console()
     try:

