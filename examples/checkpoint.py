@@ -146,11 +146,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         _recover(path.with_suffix(_UNFINISHED), wait=True)
     if not path.is_file() and not (path.is_dir() and _NAME.fullmatch(path.name)):
         raise FileNotFoundError(
-            f"no checkpoint at {str(path)!r}; checkpoints are files named step-NNNNNN-RUN.pt below --out, and with "
+            f"no checkpoint at {_shown(path)}; checkpoints are files named step-NNNNNN-RUN.pt below --out, and with "
             "--fsdp folders named step-NNNNNN-RUN"
         )
     if (damage := _damage(path)) is not None:
-        raise CheckpointError(f"the checkpoint {str(path)!r} is damaged: {damage}; {_remedy(path)}")
+        raise CheckpointError(f"the checkpoint {_shown(path)} is damaged: {damage}; {_remedy(path)}")
     file = path / _RUN if path.is_dir() else path
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
@@ -286,7 +286,7 @@ def _digests(parts: Path) -> dict[str, bytes]:
             missing.append(name)
     if missing:
         raise CheckpointError(
-            f"the first rank does not see {', '.join(missing)} in {str(parts)!r}, which other ranks have written; "
+            f"the first rank does not see {', '.join(missing)} in {_shown(parts)}, which other ranks have written; "
             "--out must be a folder on a file system that all nodes share"
         )
     return digests
@@ -347,5 +347,10 @@ def _remedy(path: Path) -> str:
     if (match := _NAME.fullmatch(path.name)) is not None:
         for step, earlier in reversed(_checkpoints(path.parent, match[2])):
             if step < int(match[1]) and _damage(earlier) is None:
-                return f"resume from the one before it, {str(earlier)!r}"
+                return f"resume from the one before it, {_shown(earlier)}"
     return "no good one before it is in its folder: start the run again"
+
+
+def _shown(path: Path) -> str:
+    """On one line, and without sequences that a terminal obeys."""
+    return repr(str(path))[1:-1]

@@ -49,7 +49,7 @@ def test_options_come_from_a_deepspeed_configuration(arguments: list[str], tmp_p
     config.write_text(
         json.dumps(
             {
-                "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+                "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}},
                 "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
             }
         )
