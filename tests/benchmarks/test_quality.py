@@ -9,9 +9,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from benchmarks import quality
-from benchmarks.quality import ON_ALL_SEEDS, REFERENCE, RULES, SEEDS, Difference, Run, main, runs
-from examples.pretrained import MODEL, Content
+from benchmarks.quality import EXACT, ON_ALL_SEEDS, REFERENCE, RULES, SEEDS, Difference, Run, main, runs
 from tests.support.small_texts import REVIEWS, save_tiny_model
 
 
@@ -31,41 +29,44 @@ def test_interval_of_paired_differences() -> None:
     assert two == Difference(0.0, 0.0, pytest.approx(12.706 * 2**0.5 / 2**0.5))
 
 
-@pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The results file of studies of a tiny model."""
-    save_tiny_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny model, and as many sentences as the study holds out and more."""
+    folder = tmp_path_factory.mktemp("quality")
+    save_tiny_model(folder / "model")
     rows = "\n".join(f"{number}\t{rating or 1.0}\t{text}" for number, (rating, text) in enumerate(REVIEWS * 10))
-    (tmp_path / "reviews.tsv").write_text(rows)
-
-    def fetched(content: Content) -> Path:
-        return tmp_path / "model" if content is MODEL else tmp_path / "reviews.tsv"
-
-    monkeypatch.setattr(quality, "fetch", fetched)
-    return tmp_path / "quality.json"
+    (folder / "reviews.tsv").write_text(rows)
+    return folder / "model", folder / "reviews.tsv"
 
 
-def test_runs_are_kept_and_compared(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--out", str(small), "--steps", "3", "--inner", "eager", "--task", "reviews"]
+def test_runs_are_kept_and_compared(
+    small: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, (model, data) = tmp_path / "quality.json", small
+    given = ["--out", str(out), "--steps", "3", "--inner", "eager", "--task", "reviews"]
+    given += ["--model", str(model), "--data", str(data)]
     rules = ["--rule", REFERENCE, "--rule", "zenflow, S = 4"]
     assert main([*given, "--minutes", "0"]) == 0
-    assert not small.exists() or len(json.loads(small.read_text())["rows"]) <= 1
+    assert not out.exists() or len(json.loads(out.read_text())["rows"]) <= 1
     assert main([*given, *rules]) == 0
-    rows = json.loads(small.read_text())["rows"]
+    rows = json.loads(out.read_text())["rows"]
     assert [(row["rule"], row["seed"]) for row in rows].count((REFERENCE, 0)) == 1
     assert {(row["rule"], row["seed"]) for row in rows} >= {
         (rule, seed) for rule in (REFERENCE, "zenflow, S = 4") for seed in range(SEEDS)
     }
     assert all(len(row["scores"]["accuracy"]) == 1024 for row in rows)
-    before = small.read_text()
+    before = out.read_text()
     assert main([*given, *rules]) == 0
-    assert small.read_text() == before
+    assert out.read_text() == before
     said = capsys.readouterr().out
     assert "reviews: accuracy" in said
     assert "reviews: loss" in said
 
 
-def test_exact_rule_has_the_scores_of_adamw(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "exact", {"update_interval": 1})
-    ours, theirs = (Run("reviews", rule, 0).perform(4, "eager")["scores"]["loss"] for rule in ("exact", REFERENCE))
-    assert ours == pytest.approx(theirs, abs=2e-5)
+def test_exact_rule_has_the_scores_of_adamw(small: tuple[Path, Path]) -> None:
+    """A rule whose host updates come in every step learns the same."""
+    model, data = small
+    exact, reference = (
+        Run("reviews", rule, 0).perform(4, "eager", model_path=model, data=data) for rule in (EXACT, REFERENCE)
+    )
+    assert exact["scores"]["loss"] == pytest.approx(reference["scores"]["loss"], abs=2e-5)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from examples import pretrained
 from tests.support.small_texts import save_tiny_model
 from zenflow_compile.optimizer import ZenFlowAdamW
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
+def run(page: str, names: dict[str, Any], replaced: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
     """Run the blocks of ``page`` with ``names`` defined, without Inductor, and return all names."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     compiled = '(model, backend="zenflow"'
     code = "\n".join(blocks)
-    assert compiled in code
-    code = code.replace(compiled, compiled + ', options={"inner": "eager"}')
+    for before, after in {compiled: compiled + ', options={"inner": "eager"}', **replaced}.items():
+        assert before in code
+        code = code.replace(before, after)
     exec(compile(code, page, "exec"), names)
     return names
 
@@ -76,8 +78,7 @@ def test_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "tiny")
-    monkeypatch.setattr(pretrained, "fetch", lambda content: tmp_path / "tiny")
-    names = run("docs/tutorial.md", {})
+    names = run("docs/tutorial.md", {}, {"fetch(MODEL)": "'tiny'"})  # a path, as the text says
     assert (tmp_path / "fine-tuned" / "config.json").exists()
     assert names["summary"]["steps"] == 8
     assert names["plan"]["recommended"] is not None

