@@ -2,7 +2,7 @@
 
 python -m benchmarks                    what there is
 python -m benchmarks NAME [options]     one of them; --help lists its options
-python -m benchmarks all                every one with its defaults, each in its own process
+python -m benchmarks all                every one but quality with its defaults, each in its own process
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-_NOT_IN_ALL = ("before_after", "gpu_evidence")  # needs another checkout; has a make target of its own
+# One needs another checkout, one has a make target of its own, and one takes hours.
+_NOT_IN_ALL = ("before_after", "gpu_evidence", "quality")
 
 
 def benchmarks() -> dict[str, str]:

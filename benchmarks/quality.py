@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import zenflow_compile as zf
-from benchmarks.common import RESULTS, machine, option_parser, write_results
+from benchmarks.common import RESULTS, commit, machine, option_parser, write_results
 from examples.classify import answers, next_logits, rate
 from examples.finetune_lm import Sequences, read_text
 from examples.language_model import load
@@ -63,6 +63,7 @@ SEEDS = 3
 STEPS = 150
 LR, WEIGHT_DECAY, MAX_NORM = 2e-5, 0.01, 1.0
 _LAST = 20  # steps whose losses are averaged
+_COMPILING = 5  # first steps, which are not timed
 # Two-sided 95% quantiles of Student's distribution, by degrees of freedom.
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
@@ -100,7 +101,7 @@ class HeadersTask:
         self._sequences = Sequences(read_text([] if path is None else [str(path)]), tokenizer, 128, batch=4)
 
     def loss(self, model: Callable[..., Any], step: int) -> Tensor:
-        tokens = self._sequences.batch(step, 4, self._seed * 1000)
+        tokens = self._sequences.batch(step, 4, self._seed)
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
 
@@ -118,40 +119,40 @@ TASKS: dict[str, Callable[[PreTrainedTokenizerBase, int, Path | None], Task]] = 
 
 @dataclass(frozen=True)
 class Run:
-    """One of the runs that the tables are made of."""
+    """One of the runs that the tables are made of.
+
+    Attributes:
+        task, rule, seed: see ``TASKS`` and ``RULES``.
+        steps: optimizer steps.
+        inner: what compiles the graphs.
+        model, data: instead of SmolLM2-135M, and of the task's sentences or text.
+    """
 
     task: str
     rule: str
     seed: int
+    steps: int = STEPS
+    inner: str = "inductor"
+    model: str | None = None
+    data: str | None = None
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """What names it in the results."""
-        return {"task": self.task, "rule": self.rule, "seed": self.seed}
-
-    def perform(
-        self, steps: int = STEPS, inner: str = "inductor", *, model_path: Path | None = None, data: Path | None = None
-    ) -> dict[str, Any]:
-        """Train, and return a row of the results.
-
-        Args:
-            model_path, data: instead of those of ``examples.pretrained``, or of the headers.
-        """
+    def perform(self) -> dict[str, Any]:
+        """Train, and return a row of the results."""
         begin = time.perf_counter()
         torch.compiler.reset()
-        model, tokenizer = load(model_path or fetch(MODEL), torch.float32)
-        task = TASKS[self.task](tokenizer, self.seed, data)
+        model, tokenizer = load(self.model or fetch(MODEL), torch.float32)
+        task = TASKS[self.task](tokenizer, self.seed, None if self.data is None else Path(self.data))
         optimizer: Any
         if self.rule == REFERENCE:
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
-            compiled = torch.compile(model, backend="inductor" if inner == "inductor" else "aot_eager")
+            compiled = torch.compile(model, backend="inductor" if self.inner == "inductor" else "aot_eager")
         else:
             options = RULES[self.rule]
             optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-            compiled = torch.compile(model, backend="zenflow", options={"inner": inner})
-        scheduler = LambdaLR(optimizer, lambda step: rate(step, steps))
+            compiled = torch.compile(model, backend="zenflow", options={"inner": self.inner})
+        scheduler = LambdaLR(optimizer, lambda step: rate(step, self.steps))
         losses, times = [], []
-        for step in range(steps):
+        for step in range(self.steps):
             since = time.perf_counter()
             loss = task.loss(compiled, step)
             loss.backward()
@@ -163,21 +164,20 @@ class Run:
             times.append(time.perf_counter() - since)
         if self.rule != REFERENCE:
             optimizer.close()
-        last = losses[-_LAST:]
-        return self.key | {
-            "steps": steps,
-            "train_loss": round(sum(last) / len(last), 5),
-            "step_s": round(statistics.median(times), 3),
+        return asdict(self) | {
+            "commit": commit(),
+            "train_loss": round(statistics.fmean(losses[-_LAST:]), 5),
+            "step_s": round(statistics.fmean(times[_COMPILING:] or times), 3),
             "seconds": round(time.perf_counter() - begin, 1),
             "machine": machine(),
             "scores": {name: [round(each, 5) for each in values] for name, values in task.score(model).items()},
         }
 
 
-def runs() -> list[Run]:
-    """All runs, those of the first seed first."""
+def runs(**settings: Any) -> list[Run]:
+    """All runs, those of the first seed first; ``settings``: other attributes of ``Run``."""
     found = [
-        Run(task, rule, seed)
+        Run(task, rule, seed, **settings)
         for seed in range(SEEDS)
         for task in TASKS
         for rule in RULES
@@ -207,7 +207,7 @@ class Difference:
 
 
 def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
-    """One row per rule of what is known of a task's measure."""
+    """One row per rule of what is known of a task's measure; a rule counts on the seeds that the reference has, too."""
     found = {(row["rule"], row["seed"]): row for row in rows if row["task"] == task}
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=f"{task}: {measure}")
     made.add_column("rule")
@@ -215,24 +215,20 @@ def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
         made.add_column(heading, justify="right")
     scale, form = (100, "{:.2f}%") if measure == "accuracy" else (1, "{:.4f}")
     for rule in RULES:
-        mine = [row for (name, _), row in found.items() if name == rule]
+        mine = [row for (name, seed), row in found.items() if name == rule and (REFERENCE, seed) in found]
         if not mine:
             continue
         mean = statistics.fmean(statistics.fmean(row["scores"][measure]) for row in mine)
         cells = [str(len(mine)), form.format(scale * mean)]
-        pairs = [
-            (row["scores"][measure], found[REFERENCE, row["seed"]]["scores"][measure])
-            for row in mine
-            if (REFERENCE, row["seed"]) in found
-        ]
-        if rule != REFERENCE and pairs:
+        if rule != REFERENCE:
+            pairs = [(row["scores"][measure], found[REFERENCE, row["seed"]]["scores"][measure]) for row in mine]
             less = Difference.of(pairs)
             signed = form.replace("{:", "{:+")
             cells += [signed.format(scale * less.mean), "± " + form.format(scale * less.over_items)]
             cells.append("-" if less.over_seeds is None else "± " + form.format(scale * less.over_seeds))
         else:
             cells += ["-"] * 3
-        made.add_row(rule, *cells, f"{statistics.median(row['step_s'] for row in mine):.2f}")
+        made.add_row(rule, *cells, f"{statistics.fmean(row['step_s'] for row in mine):.2f}")
     return made
 
 
@@ -249,25 +245,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="begin no run later than that")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="of a run (%(default)s)")
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="%(default)s")
-    parser.add_argument("--model", type=Path, metavar="PATH", help="another one than SmolLM2-135M")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="another file of sentences, or of text")
+    parser.add_argument("--model", metavar="PATH", help="another one than SmolLM2-135M")
+    parser.add_argument("--data", metavar="PATH", help="another file of sentences, or of text, of one --task")
     parser.add_argument("--table", action="store_true", help="run nothing")
     given = parser.parse_args(arguments)
+    if given.data is not None and len(given.task or TASKS) != 1:
+        parser.error(f"--data={given.data} is of one task: give --task {' or --task '.join(TASKS)}")
+    if given.steps < 1 or not given.minutes >= 0:
+        parser.error(f"--steps={given.steps} must be at least 1, and --minutes={given.minutes} at least 0")
     path = given.out or RESULTS / "quality.json"
     console, begin = Console(), time.monotonic()
     rows = known(path)
-    for run in [] if given.table else runs():
+    settings = {name: getattr(given, name) for name in ("steps", "inner", "model", "data")}
+    for run in [] if given.table else runs(**settings):
         chosen = run.task in (given.task or TASKS) and run.rule in (given.rule or RULES)
-        if not chosen or any(run.key.items() <= row.items() for row in rows):
+        if not chosen or any(asdict(run).items() <= row.items() for row in rows):
             continue
         if time.monotonic() - begin > 60 * given.minutes:
             break
-        rows.append(run.perform(given.steps, given.inner, model_path=given.model, data=given.data))
+        rows.append(run.perform())
         write_results("quality", rows, out=path)
         console.print(f"{run.task}, {run.rule}, seed {run.seed}: {rows[-1]['seconds']:.0f} s", highlight=False)
+    alike = [row for row in rows if settings.items() <= row.items()]
     for task in TASKS:
-        for measure in next((row["scores"] for row in rows if row["task"] == task), ()):
-            console.print(table(rows, task, measure))
+        for measure in next((row["scores"] for row in alike if row["task"] == task), ()):
+            console.print(table(alike, task, measure))
     return 0
 
 

@@ -13,7 +13,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zenflow_compile as zf
+from benchmarks.common import option_parser, write_results
 from benchmarks.counting_allocator import CountingError, counted_cpu
 from examples.stdlib_text import Text, load_text, training_batch
 from zenflow_compile.runtime.device.devices import device_of
@@ -212,14 +214,11 @@ def _weights(text: str) -> float | Literal["auto"]:
         ) from None
 
 
-def parse(arguments: Sequence[str] | None = None) -> DeviceConfig:
-    """The settings that a command line gives."""
+def parse(arguments: Sequence[str] | None = None) -> tuple[DeviceConfig, Path | None]:
+    """The settings that a command line gives, and the results file."""
     defaults = DeviceConfig()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks small_device",
-        description=__doc__.partition("\n")[0],
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = option_parser("small_device", __doc__)
+    parser.argument_default = argparse.SUPPRESS
     for name in ("steps", "batch", "context", "width", "layers", "seed"):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=str(getattr(defaults, name)))
     parser.add_argument("--lr", type=float, help=str(defaults.lr))
@@ -230,17 +229,22 @@ def parse(arguments: Sequence[str] | None = None) -> DeviceConfig:
     )
     parser.add_argument("--device-memory", type=_bytes, metavar="BYTES", help="limit of device memory, such as 64MB")
     parser.add_argument("--live", action="store_true", help="show the last steps while it trains")
-    return DeviceConfig(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args(arguments))
+    out: Path | None = given.pop("out")
+    return DeviceConfig(**given), out
 
 
 def main(arguments: Sequence[str] | None = None, text: Text | None = None) -> int:
     """Entry point."""
-    config = parse(arguments)
+    config, out = parse(arguments)
     console = Console()
     try:
-        memory = train(config, text=text, console=console).memory
+        result = train(config, text=text, console=console)
     except (CountingError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
+    memory = result.memory
+    measured = {} if memory is None else asdict(memory)
+    write_results("small_device", [asdict(config) | measured | {"last_loss": result.losses[-1]}], out=out)
     if memory is not None:
         console.print(str(memory), highlight=False)
         if memory.limit is not None and memory.peak > memory.limit:

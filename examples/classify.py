@@ -38,6 +38,7 @@ from examples.reviews import Batch, Reviews
 
 POLICIES = ("resident", "zero_offload", "zenflow")
 _LOSS_EVERY = 5  # steps
+_OF_BOTH = {"policy", "inner", "seed", "live", "out"}  # settings that the small GPT has, too
 _FREE_ON_RESUME = {"out", "resume", "save_every", "live"}
 
 
@@ -57,7 +58,7 @@ class Settings:
         held_out: sentences that measure accuracy, before and after.
         seed: of the order of the sentences.
         inner: what compiles the rewritten graphs, ``inductor`` or ``eager``.
-        save_every: steps between checkpoints; one always follows the last step.
+        save_every: steps between checkpoints, each of which replaces the last; one always follows the last step.
         live: show the last steps below the progress bar.
         model: GGUF file or folder of the model; None: that of ``examples.pretrained``.
         sentences: file of ``number<TAB>rating<TAB>sentence``; None: that of ``examples.pretrained``.
@@ -66,9 +67,9 @@ class Settings:
     """
 
     policy: str = "zenflow"
-    steps: int = 30
+    steps: int = 25
     batch: int = 16
-    tokens: int = 48
+    tokens: int = 40
     lr: float = 2e-5
     weight_decay: float = 0.01
     update_interval: int = 4
@@ -76,12 +77,17 @@ class Settings:
     held_out: int = 256
     seed: int = 0
     inner: str = "inductor"
-    save_every: int = 1000
+    save_every: int = 15
     live: bool = False
     model: str | None = None
     sentences: str | None = None
     out: str | None = None
     resume: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "tokens", "held_out", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class Result:
     Attributes:
         losses: of each step, in nats per label.
         before, after: share of the held-out sentences that are told right.
-        step_ms: median time of a step, without those that compile; None for fewer than three steps.
+        step_ms: mean time of a step, without those that compile; None if there are too few.
         device_bytes, host_bytes: optimizer state on the device; state, gradients and uploads in host memory.
         seconds: the whole run.
     """
@@ -113,7 +119,9 @@ def train(settings: Settings, console: Console) -> Result:
         ModelError, ValueError, OSError: a file cannot be used, or a checkpoint is of other settings.
     """
     begin = time.perf_counter()
-    saved = _read(settings) if settings.resume else None
+    saved = _read(settings.resume) if settings.resume else None
+    if saved:
+        _must_continue(settings, saved)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer = load(settings.model or fetch(MODEL, console), dtype)
@@ -199,7 +207,12 @@ def accuracy(model: PreTrainedModel, reviews: Reviews, device: torch.device) -> 
 
 def next_logits(model: Any, batch: Batch) -> Tensor:
     """Of the token that follows each prompt, in fp32, (sentences, vocabulary)."""
-    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, logits_to_keep=1)
+    output = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        logits_to_keep=1,
+    )
     logits: Tensor = output.logits[:, -1].float()
     return logits
 
@@ -238,29 +251,35 @@ def _write(state: dict[str, Any], folder: Path) -> None:
     os.replace(new, _checkpoint(folder))
 
 
-def _read(settings: Settings) -> dict[str, Any]:
+def _read(given: str) -> dict[str, Any]:
     """The checkpoint to go on from.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, it is damaged, or the run had other settings.
+        FileNotFoundError, ValueError: there is none, or it is damaged.
     """
-    path = Path(settings.resume or "")
+    path = Path(given)
     if not path.is_file():
         raise FileNotFoundError(f"resume={path} does not exist; give the path that a run printed")
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
-        before = saved["settings"]
+        Settings(**saved["settings"])
     except Exception as error:
         raise ValueError(f"resume={path} is not a checkpoint of this example, or is damaged") from error
+    return saved
+
+
+def _must_continue(settings: Settings, saved: dict[str, Any]) -> None:
+    """Raise ``ValueError`` unless the run goes on as the saved one would have."""
     for name, value in asdict(settings).items():
-        if name not in _FREE_ON_RESUME and before.get(name) != value:
+        if name not in _FREE_ON_RESUME and (before := saved["settings"][name]) != value:
             raise ValueError(
-                f"{name}={value} differs from the checkpoint's {before.get(name)}; a resumed run keeps its settings: "
-                f"leave {name} out, or start a new run"
+                f"{name}={value} differs from the checkpoint's {before}; a resumed run keeps its settings: leave "
+                f"{name} out, or start a new run"
             )
     if len(saved["losses"]) >= settings.steps:
-        raise ValueError(f"resume={path} is the end of a run of {settings.steps} steps; nothing is left to do")
-    return saved
+        raise ValueError(
+            f"resume={settings.resume} is the end of a run of {settings.steps} steps; nothing is left to do"
+        )
 
 
 def compare(settings: Settings, console: Console) -> list[Result]:
@@ -298,10 +317,15 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, bool]:
             parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, metavar="VALUE", help=f"{each.default}")
     given = vars(parser.parse_args(arguments))
     comparing: bool = given.pop("compare")
-    if comparing and "resume" in given:
-        parser.error("--resume continues one run and --compare starts three; use one of them")
+    if comparing and given.keys() & {"resume", "out"}:
+        parser.error("--compare starts three runs and writes no checkpoint; leave --resume and --out out")
     given.setdefault("out", None if comparing else "runs/classify")
-    return Settings(**given), comparing
+    try:
+        if "resume" in given:
+            return replace(Settings(**_read(given["resume"])["settings"]), **given), comparing
+        return Settings(**given), comparing
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,6 +335,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         compare(settings, console) if comparing else train(settings, console)
     except UnavailableError as reason:
+        given = {each.name for each in fields(Settings) if getattr(settings, each.name) != each.default}
+        if others := sorted(given - _OF_BOTH):
+            raise SystemExit(
+                f"error: {reason}; leave {', '.join(others)} out to train a small GPT instead, or give --model and "
+                "--sentences"
+            ) from None
         console.print(f"{reason}: a small GPT trains from random weights instead", highlight=False)
         from examples import train_gpt
 

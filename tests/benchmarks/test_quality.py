@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from benchmarks.quality import EXACT, ON_ALL_SEEDS, REFERENCE, RULES, SEEDS, Difference, Run, main, runs
+from benchmarks.quality import EXACT, ON_ALL_SEEDS, REFERENCE, RULES, SEEDS, Difference, Run, main, runs, table
 from tests.support.small_texts import REVIEWS, save_tiny_model
 
 
@@ -34,7 +35,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny model, and as many sentences as the study holds out and more."""
     folder = tmp_path_factory.mktemp("quality")
     save_tiny_model(folder / "model")
-    rows = "\n".join(f"{number}\t{rating or 1.0}\t{text}" for number, (rating, text) in enumerate(REVIEWS * 10))
+    rows = "\n".join(f"{number}\t{rating or 1.0}\t{text}, {number}" for number, (rating, text) in enumerate(REVIEWS * 10))
     (folder / "reviews.tsv").write_text(rows)
     return folder / "model", folder / "reviews.tsv"
 
@@ -61,12 +62,38 @@ def test_runs_are_kept_and_compared(
     said = capsys.readouterr().out
     assert "reviews: accuracy" in said
     assert "reviews: loss" in said
+    assert main([*given, *rules, "--steps", "2", "--minutes", "0", "--table"]) == 0
+    assert "reviews" not in capsys.readouterr().out  # rows of another number of steps are not compared
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["--data", "a.tsv"], "--data=a.tsv is of one task: give --task reviews or --task headers"),
+        (["--steps", "0"], "--steps=0 must be at least 1"),
+        (["--minutes", "nan"], "--minutes=nan at least 0"),
+    ],
+)
+def test_bad_options_are_refused(given: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(given)
+    assert error in " ".join(capsys.readouterr().err.split())
+
+
+def test_rules_are_compared_on_seeds_of_both() -> None:
+    def row(rule: str, seed: int, score: float) -> dict[str, Any]:
+        return {"task": "headers", "rule": rule, "seed": seed, "step_s": 1.0, "scores": {"loss": [score, score + 1]}}
+
+    rows = [row(REFERENCE, 0, 1.0), row("zenflow, S = 4", 0, 1.5), row("zenflow, S = 4", 1, 9.0)]
+    cells = [[*column.cells] for column in table(rows, "headers", "loss").columns]
+    assert [column[1] for column in cells] == ["zenflow, S = 4", "1", "2.0000", "+0.5000", "± 0.0000", "-", "1.00"]
 
 
 def test_exact_rule_has_the_scores_of_adamw(small: tuple[Path, Path]) -> None:
     """A rule whose host updates come in every step learns the same."""
     model, data = small
     exact, reference = (
-        Run("reviews", rule, 0).perform(4, "eager", model_path=model, data=data) for rule in (EXACT, REFERENCE)
+        Run("reviews", rule, 0, steps=4, inner="eager", model=str(model), data=str(data)).perform()
+        for rule in (EXACT, REFERENCE)
     )
     assert exact["scores"]["loss"] == pytest.approx(reference["scores"]["loss"], abs=2e-5)

@@ -149,7 +149,7 @@ def test_memory_options_are_checked(given: list[str], error: str, repeating_text
     [("auto", "auto"), ("0.5", 0.5), ("1.0", 1.0), ("64MB", 64 * 10**6), ("1.5 KiB", 1536), ("1000", 1000)],
 )
 def test_weights_option_is_read(given: str, value: Any) -> None:
-    config = parse(["--offload-weights", given, "--device-memory", "2GiB"])
+    config, _ = parse(["--offload-weights", given, "--device-memory", "2GiB"])
     assert config.offload_weights == value
     assert type(config.offload_weights) is type(value)
     assert config.device_memory == 2**31

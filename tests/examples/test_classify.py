@@ -14,8 +14,13 @@ from rich.console import Console
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from examples import classify
+from examples import classify, train_gpt
 from examples.classify import Settings, compare, main, parse, train
+from examples.settings import TrainConfig
+
+GPT_SETTINGS = TrainConfig(
+    steps=3, batch=1, context=16, layers=1, width=32, warm_up=1, inner="eager", device="cpu", evaluation_batches=1
+)
 
 
 @pytest.fixture
@@ -114,11 +119,15 @@ def test_report_and_accuracy_are_printed(settings: Settings, tmp_path: Path) -> 
 @mock.patch.dict(os.environ, ZENFLOW_EXAMPLES="/dev/null/no-folder")
 def test_small_gpt_trains_without_the_packages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.compiler.reset()
-    sizes = ["--steps", "70", "--batch", "1", "--inner", "eager", "--out", str(tmp_path / "run")]
-    assert main(sizes) == 0
+    with pytest.raises(
+        SystemExit, match=r"error: .*; leave steps, topk_ratio out to train a small GPT instead, or give"
+    ):
+        main(["--steps", "70", "--topk-ratio", "0.2", "--inner", "eager"])
+    with mock.patch.object(train_gpt, "parse", return_value=(GPT_SETTINGS, False)):
+        assert main(["--inner", "eager", "--out", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "cannot be written: Not a directory: a small GPT trains from random weights instead" in said
-    assert [*(tmp_path / "run").glob("step-*.pt")]
+    assert "step 3, validation loss" in said
 
 
 def test_unreadable_model_is_one_sentence(tmp_path: Path) -> None:
@@ -132,4 +141,19 @@ def test_command_line_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert not comparing
     with pytest.raises(SystemExit):
         parse(["--compare", "--resume", "a.pt"])
-    assert "--resume continues one run and --compare starts three" in capsys.readouterr().err
+    assert (
+        "--compare starts three runs and writes no checkpoint; leave --resume and --out out" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["steps", "batch", "tokens", "held_out", "save_every"])
+def test_sizes_are_checked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([f"--{name.replace('_', '-')}", "0"])
+    assert f"{name}=0 must be at least 1" in capsys.readouterr().err
+
+
+def test_resumed_settings_are_those_of_the_checkpoint(settings: Settings, tmp_path: Path) -> None:
+    train(replace(settings, steps=2, out=str(tmp_path)), quiet())
+    given = ["--resume", str(tmp_path / "checkpoint.pt"), "--out", "elsewhere"]
+    assert parse(given)[0] == replace(settings, steps=2, out="elsewhere", resume=given[1])

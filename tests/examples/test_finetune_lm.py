@@ -11,7 +11,7 @@ from rich.console import Console
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from examples.finetune_lm import POLICIES, finetune, main, parse
+from examples.finetune_lm import POLICIES, evaluate, finetune, main, parse
 from examples.language_model import load
 from tests.support.small_texts import REVIEWS
 
@@ -97,8 +97,28 @@ def test_missing_files_are_one_sentence(arguments: list[str], tmp_path: Path) ->
 
 def test_sizes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--context", "0"])
-    assert "--context=0 must be at least 1" in capsys.readouterr().err
+        parse(["--context", "1"])
+    assert "--context=1 must be at least 2" in capsys.readouterr().err
+
+
+def test_context_beyond_the_positions_is_one_sentence(arguments: list[str]) -> None:
+    with pytest.raises(
+        SystemExit, match="error: --context=4096 must be at most 2048, which the model has positions for"
+    ):
+        main([*arguments, "--context", "4096"])
+
+
+def test_folder_to_save_is_made_before_training(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"error: .*File exists"):
+        main([*arguments, "--save", arguments[3]])
+
+
+def test_every_sequence_weighs_as_much(tiny_model: Path) -> None:
+    model, _ = load(tiny_model, torch.float32)
+    tokens = torch.randint(100, (5, 8))
+    with torch.no_grad():
+        expected = model(input_ids=tokens, labels=tokens).loss.item()
+    assert evaluate(model, tokens, torch.device("cpu")) == pytest.approx(expected)
 
 
 def test_text_that_comes_with_pytorch_is_the_default(arguments: list[str]) -> None:

