@@ -67,9 +67,9 @@ class Settings:
     """
 
     policy: str = "zenflow"
-    steps: int = 25
+    steps: int = 30
     batch: int = 16
-    tokens: int = 40
+    tokens: int = 48
     lr: float = 2e-5
     weight_decay: float = 0.01
     update_interval: int = 4
