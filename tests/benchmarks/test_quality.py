@@ -35,7 +35,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny model, and as many sentences as the study holds out and more."""
     folder = tmp_path_factory.mktemp("quality")
     save_tiny_model(folder / "model")
-    rows = "\n".join(f"{number}\t{rating or 1.0}\t{text}, {number}" for number, (rating, text) in enumerate(REVIEWS * 10))
+    numbered = enumerate(REVIEWS * 10)
+    rows = "\n".join(f"{number}\t{rating or 1.0}\t{text}, {number}" for number, (rating, text) in numbered)
     (folder / "reviews.tsv").write_text(rows)
     return folder / "model", folder / "reviews.tsv"
 
