@@ -97,11 +97,11 @@ class HeadersTask:
     """The next token, 4 sequences of 128 a step; one sequence in 16 is held out, 128 of them are scored."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, path: Path | None) -> None:
-        self._seed = seed
-        self._sequences = Sequences(read_text([] if path is None else [str(path)]), tokenizer, 128, batch=4)
+        text = read_text([] if path is None else [str(path)])
+        self._sequences = Sequences(text, tokenizer, 128, batch=4, seed=seed)
 
     def loss(self, model: Callable[..., Any], step: int) -> Tensor:
-        tokens = self._sequences.batch(step, 4, self._seed)
+        tokens = self._sequences.batch(step)
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
 

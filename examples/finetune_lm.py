@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import zenflow_compile as zf
+from examples.epochs import Epochs
 from examples.language_model import ModelError, load
 from examples.pretrained import MODEL, UnavailableError, fetch
 
@@ -37,6 +37,8 @@ class Sequences:
     Args:
         text: characters.
         context: tokens of a sequence.
+        batch: sequences of a step.
+        seed: of their order.
 
     Attributes:
         trained, held_out: (sequences, ``context``).
@@ -45,7 +47,7 @@ class Sequences:
         ValueError: the text is too short for a batch, or the tokenizer makes nothing of it.
     """
 
-    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, context: int, *, batch: int) -> None:
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase, context: int, *, batch: int, seed: int) -> None:
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
         count = len(ids) // context
         if count < max(batch, 2):
@@ -56,20 +58,12 @@ class Sequences:
         whole = ids[: count * context].view(count, context)
         chosen = torch.arange(count) % _HELD_OUT == 1
         self.held_out, self.trained = whole[chosen], whole[~chosen]
-        self._ordered: tuple[tuple[int, int], Sequence[int]] | None = None  # the last epoch and its order
+        self._size = batch
+        self._epochs = Epochs(len(self.trained), seed)
 
-    def batch(self, step: int, size: int, seed: int) -> Tensor:
-        """The sequences of a step, (``size``, context): epochs follow each other, each in an order of its own."""
-        count = len(self.trained)
-        positions = range(step * size, (step + 1) * size)
-        return self.trained[[self._order(seed, at // count)[at % count] for at in positions]]
-
-    def _order(self, seed: int, epoch: int) -> Sequence[int]:
-        if self._ordered is None or self._ordered[0] != (seed, epoch):
-            order = list(range(len(self.trained)))
-            random.Random(f"{seed} {epoch}").shuffle(order)
-            self._ordered = (seed, epoch), order
-        return self._ordered[1]
+    def batch(self, step: int) -> Tensor:
+        """The sequences of a step, (``batch``, ``context``); see ``Epochs``."""
+        return self.trained[self._epochs.of_step(step, self._size)]
 
 
 def finetune(given: argparse.Namespace, console: Console) -> list[float]:
@@ -89,7 +83,7 @@ def finetune(given: argparse.Namespace, console: Console) -> list[float]:
     longest = getattr(model.config, "max_position_embeddings", given.context)
     if given.context > longest:
         raise ValueError(f"--context={given.context} must be at most {longest}, which the model has positions for")
-    sequences = Sequences(text, tokenizer, given.context, batch=given.batch)
+    sequences = Sequences(text, tokenizer, given.context, batch=given.batch, seed=given.seed)
     model.to(device)
     if given.checkpoint_activations:
         model.gradient_checkpointing_enable()
@@ -102,7 +96,7 @@ def finetune(given: argparse.Namespace, console: Console) -> list[float]:
     console.print(f"held-out loss before: {before:.4f}, perplexity {math.exp(before):.2f}", highlight=False)
     with optimizer, zf.live(optimizer) if given.live else zf.profile(optimizer) as profile:
         for step in range(given.steps):
-            tokens = sequences.batch(step, given.batch, given.seed).to(device)
+            tokens = sequences.batch(step).to(device)
             loss = compiled(input_ids=tokens, labels=tokens).loss  # the model shifts the labels by itself
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

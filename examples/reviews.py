@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from examples.epochs import Epochs
+
 _BEFORE, _AFTER = "Review: ", "\nSentiment:"
 _WORDS = (" negative", " positive")
 
@@ -97,8 +99,7 @@ class Reviews:
         self._tokenizer = tokenizer
         self._tokens = tokens
         self._held_out, self._trained = rated[:held_out], rated[held_out:]
-        self._seed = seed
-        self._ordered: tuple[int, Sequence[int]] | None = None  # the last epoch and its order
+        self._epochs = Epochs(len(self._trained), seed)
         if tokens <= (least := len(self._ids(_BEFORE)) + len(self._ids(_AFTER))):
             raise ValueError(f"tokens={tokens} must be more than {least}, which a prompt has without its sentence")
         self.answers = [self._ids(word)[0] for word in _WORDS]
@@ -106,23 +107,14 @@ class Reviews:
             raise ValueError(f"the tokenizer begins {_WORDS[0]!r} and {_WORDS[1]!r} with the same token")
 
     def training_batch(self, step: int, size: int) -> Batch:
-        """The batch of a step: epochs follow each other, each in an order of its own."""
-        count = len(self._trained)
-        positions = range(step * size, (step + 1) * size)
-        return self._batch([self._trained[self._order(at // count)[at % count]] for at in positions], self._tokens)
+        """The batch of a step, see ``Epochs``."""
+        return self._batch([self._trained[index] for index in self._epochs.of_step(step, size)], self._tokens)
 
     def held_out_batches(self, size: int) -> Iterator[Batch]:
         """The held-out sentences by length, so that little is padding."""
         ordered = sorted(self._held_out, key=lambda row: len(row[0]))
         for at in range(0, len(ordered), size):
             yield self._batch(ordered[at : at + size])
-
-    def _order(self, epoch: int) -> Sequence[int]:
-        if self._ordered is None or self._ordered[0] != epoch:
-            order = list(range(len(self._trained)))
-            random.Random(f"{self._seed} {epoch}").shuffle(order)
-            self._ordered = epoch, order
-        return self._ordered[1]
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
