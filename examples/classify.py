@@ -319,11 +319,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, bool]:
     comparing: bool = given.pop("compare")
     if comparing and given.keys() & {"resume", "out"}:
         parser.error("--compare starts three runs and writes no checkpoint; leave --resume and --out out")
-    given.setdefault("out", None if comparing else "runs/classify")
+    saved: dict[str, Any] = {"out": None if comparing else "runs/classify"}
     try:
         if "resume" in given:
-            return replace(Settings(**_read(given["resume"])["settings"]), **given), comparing
-        return Settings(**given), comparing
+            saved = _read(given["resume"])["settings"]
+        return Settings(**saved | given), comparing
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
 

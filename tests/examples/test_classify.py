@@ -157,3 +157,4 @@ def test_resumed_settings_are_those_of_the_checkpoint(settings: Settings, tmp_pa
     train(replace(settings, steps=2, out=str(tmp_path)), quiet())
     given = ["--resume", str(tmp_path / "checkpoint.pt"), "--out", "elsewhere"]
     assert parse(given)[0] == replace(settings, steps=2, out="elsewhere", resume=given[1])
+    assert parse(given[:2])[0].out == str(tmp_path)
