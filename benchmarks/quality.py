@@ -36,7 +36,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import zenflow_compile as zf
 from benchmarks.common import RESULTS, commit, machine, option_parser, write_results
-from examples.classify import answers, next_logits, rate
+from examples.classify import held_out_scores, next_logits, rate
 from examples.finetune_lm import Sequences, read_text
 from examples.language_model import load
 from examples.pretrained import MODEL, REVIEWS, fetch
@@ -69,10 +69,10 @@ _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.36
 
 
 class Task(Protocol):
-    """What is learned, and how well it is known."""
+    """A training task, and how a trained model is scored."""
 
     def loss(self, model: Callable[..., Any], step: int) -> Tensor:
-        """Of the batch of a step."""
+        """Loss of the batch of a step."""
 
     def score(self, model: PreTrainedModel) -> dict[str, list[float]]:
         """By measure, a number of each held-out sentence or sequence, in the same order for all runs."""
@@ -89,8 +89,8 @@ class ReviewsTask:
         return F.cross_entropy(next_logits(model, batch), batch.labels)
 
     def score(self, model: PreTrainedModel) -> dict[str, list[float]]:
-        right, losses = answers(model, self._reviews, torch.device("cpu"))
-        return {"accuracy": right.int().tolist(), "loss": losses.tolist()}
+        correct, losses = held_out_scores(model, self._reviews, torch.device("cpu"))
+        return {"accuracy": correct.int().tolist(), "loss": losses.tolist()}
 
 
 class HeadersTask:

@@ -51,7 +51,7 @@ class Settings:
         steps: optimizer steps.
         batch: sentences per step.
         tokens: of a sentence with its prompt, at most.
-        lr: the highest learning rate, reached after a tenth of the steps; it falls to 0 behind that.
+        lr: the highest learning rate, reached after a tenth of the steps; it falls to 0 after that.
         weight_decay: decoupled decay, as in AdamW.
         update_interval: steps per update window (``zenflow`` only).
         topk_ratio: share of the slices that the device updates in every step (``zenflow`` only).
@@ -92,11 +92,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run leaves.
+    """Losses, accuracy, time and memory of a run.
 
     Attributes:
         losses: of each step, in nats per label.
-        before, after: share of the held-out sentences that are told right.
+        before, after: share of the held-out sentences that are classified correctly.
         step_ms: mean time of a step, without those that compile; None if there are too few.
         device_bytes, host_bytes: optimizer state on the device; state, gradients and uploads in host memory.
         seconds: the whole run.
@@ -190,23 +190,23 @@ def make_optimizer(settings: Settings, model: PreTrainedModel) -> zf.ZenFlowAdam
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, reviews: Reviews, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each held-out sentence: whether the model says what the rating says, and the loss, both on the CPU."""
-    right, losses = [], []
+def held_out_scores(model: PreTrainedModel, reviews: Reviews, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Whether each held-out sentence is classified correctly, and its loss: both (sentences,), on the CPU."""
+    correct, losses = [], []
     for batch in reviews.held_out_batches(64):
         logits = next_logits(model, batch.to(device)).cpu()
         losses.append(F.cross_entropy(logits, batch.labels, reduction="none"))
-        right.append(torch.tensor(reviews.answers)[logits[:, reviews.answers].argmax(-1)] == batch.labels)
-    return torch.cat(right), torch.cat(losses)
+        correct.append(torch.tensor(reviews.label_tokens)[logits[:, reviews.label_tokens].argmax(-1)] == batch.labels)
+    return torch.cat(correct), torch.cat(losses)
 
 
 def accuracy(model: PreTrainedModel, reviews: Reviews, device: torch.device) -> float:
-    """The share of the held-out sentences of which the model says what their rating says."""
-    return answers(model, reviews, device)[0].double().mean().item()
+    """Share of the held-out sentences that the model classifies as their ratings do."""
+    return held_out_scores(model, reviews, device)[0].double().mean().item()
 
 
 def next_logits(model: Any, batch: Batch) -> Tensor:
-    """Of the token that follows each prompt, in fp32, (sentences, vocabulary)."""
+    """Logits of the token that follows each prompt: fp32, (sentences, vocabulary)."""
     output = model(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
@@ -222,7 +222,7 @@ def _floats(losses: Sequence[Tensor]) -> list[float]:
 
 
 def rate(step: int, steps: int) -> float:
-    """Learning rate of a step as a share of the highest: a rise over a tenth of the steps, then a fall to 0."""
+    """Learning rate of a step as a share of the highest: it rises for a tenth of the steps, then falls to 0."""
     warm_up = max(1, steps // 10)
     return min((step + 1) / warm_up, (steps - step) / max(1, steps - warm_up))
 
@@ -244,7 +244,7 @@ def _checkpoint(out: str | Path) -> Path:
 
 
 def _write(state: dict[str, Any], folder: Path) -> None:
-    """Replace the checkpoint at once: a kill leaves the last one."""
+    """Replace the checkpoint atomically: an interrupted write leaves the earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / "checkpoint.new"
     torch.save(state, new)

@@ -1,7 +1,7 @@
 """A task for a language model: is a sentence of a movie review positive or negative?
 
-The model reads ``Review: SENTENCE\\nSentiment:``; what it says is the larger one of the logits of `` positive`` and
-`` negative``. The sentences are those of ``examples.pretrained``, whose ratings of 0 are left out.
+The model reads ``Review: SENTENCE\\nSentiment:``. The larger one of the logits of `` positive`` and `` negative`` is
+its prediction. The sentences are those of ``examples.pretrained``, whose ratings of 0 are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Batch:
 
 
 def read_reviews(path: Path) -> list[tuple[str, float]]:
-    """Sentences with their ratings, from lines ``number<TAB>rating<TAB>sentence``; each sentence one time.
+    """Sentences with their ratings, from lines ``number<TAB>rating<TAB>sentence``; each sentence once.
 
     Raises:
         OSError: the file cannot be read.
@@ -80,7 +80,7 @@ class Reviews:
         held_out: sentences that are not trained on, at least 1.
 
     Attributes:
-        answers: tokens of the two words, the negative one first.
+        label_tokens: the first tokens of `` negative`` and `` positive``, in this order.
 
     Raises:
         OSError, ValueError: the file cannot be read or has too few sentences, ``tokens`` has no room for one, or the
@@ -102,8 +102,8 @@ class Reviews:
         self._epochs = Epochs(len(self._trained), seed)
         if tokens <= (least := len(self._ids(_BEFORE)) + len(self._ids(_AFTER))):
             raise ValueError(f"tokens={tokens} must be more than {least}, which a prompt has without its sentence")
-        self.answers = [self._ids(word)[0] for word in _WORDS]
-        if self.answers[0] == self.answers[1]:
+        self.label_tokens = [self._ids(word)[0] for word in _WORDS]
+        if self.label_tokens[0] == self.label_tokens[1]:
             raise ValueError(f"the tokenizer begins {_WORDS[0]!r} and {_WORDS[1]!r} with the same token")
 
     def training_batch(self, step: int, size: int) -> Batch:
@@ -130,5 +130,5 @@ class Reviews:
             torch.tensor([[pad] * count + prompt for prompt, count in zip(prompts, padding, strict=True)]),
             mask,
             (mask.cumsum(-1) - 1).clamp(min=0),
-            torch.tensor([self.answers[rating > 0] for _, rating in rows]),
+            torch.tensor([self.label_tokens[rating > 0] for _, rating in rows]),
         )

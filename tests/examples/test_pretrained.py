@@ -1,4 +1,4 @@
-"""The files of packages are downloaded one time, and what cannot be had is named."""
+"""Files of packages are downloaded once, and errors name the package."""
 
 from __future__ import annotations
 

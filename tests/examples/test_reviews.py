@@ -43,8 +43,8 @@ def test_prompts_end_where_the_answer_follows(reviews: Path, tokenizer: PreTrain
         assert text.startswith("Review: The film is ")
         assert text.endswith("\nSentiment:")
         sentence = text.removeprefix("Review: ").removesuffix("\nSentiment:")
-        assert label == task.answers[RATED[sentence]]
-    words = [tokenizer.decode([each]) for each in task.answers]
+        assert label == task.label_tokens[RATED[sentence]]
+    words = [tokenizer.decode([each]) for each in task.label_tokens]
     assert " negative".startswith(words[0])
     assert " positive".startswith(words[1])
 
