@@ -2,7 +2,7 @@
 
 python -m benchmarks                    what there is
 python -m benchmarks NAME [options]     one of them; --help lists its options
-python -m benchmarks all                every one but quality with its defaults, each in its own process
+python -m benchmarks all                every shorter one with its defaults, each in its own process
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# One needs another checkout, one has a make target of its own, and one takes hours.
-_NOT_IN_ALL = ("before_after", "gpu_evidence", "quality")
+# One needs another checkout, one has a make target of its own, and two take long.
+_NOT_IN_ALL = ("before_after", "gpu_evidence", "concentration", "quality")
 
 
 def benchmarks() -> dict[str, str]:

@@ -117,6 +117,35 @@ TASKS: dict[str, Callable[[PreTrainedTokenizerBase, int, Path | None], Task]] = 
 }
 
 
+def fine_tune(
+    compiled: Callable[..., Any],
+    model: PreTrainedModel,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    after_backward: Callable[[int], None] = lambda step: None,
+) -> tuple[list[float], list[float]]:
+    """Train ``model`` as ``compiled``. Returns the loss of each step, and its seconds.
+
+    Args:
+        after_backward: called with the number of the step before its gradients are clipped.
+    """
+    scheduler = LambdaLR(optimizer, lambda step: rate(step, steps))
+    losses, times = [], []
+    for step in range(steps):
+        since = time.perf_counter()
+        loss = task.loss(compiled, step)
+        loss.backward()
+        after_backward(step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - since)
+    return losses, times
+
+
 @dataclass(frozen=True)
 class Run:
     """One of the runs that the tables are made of.
@@ -150,18 +179,7 @@ class Run:
             options = RULES[self.rule]
             optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
             compiled = torch.compile(model, backend="zenflow", options={"inner": self.inner})
-        scheduler = LambdaLR(optimizer, lambda step: rate(step, self.steps))
-        losses, times = [], []
-        for step in range(self.steps):
-            since = time.perf_counter()
-            loss = task.loss(compiled, step)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            times.append(time.perf_counter() - since)
+        losses, times = fine_tune(compiled, model, task, optimizer, self.steps)
         if self.rule != REFERENCE:
             optimizer.close()
         return asdict(self) | {
@@ -211,7 +229,7 @@ def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
     found = {(row["rule"], row["seed"]): row for row in rows if row["task"] == task}
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=f"{task}: {measure}")
     made.add_column("rule")
-    for heading in ("seeds", "mean", "less AdamW", "95% over items", "over seeds", "step s"):
+    for heading in ("seeds", "mean", "less AdamW", "95% over items", "over seeds"):
         made.add_column(heading, justify="right")
     scale, form = (100, "{:.2f}%") if measure == "accuracy" else (1, "{:.4f}")
     for rule in RULES:
@@ -228,7 +246,7 @@ def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
             cells.append("-" if less.over_seeds is None else "± " + form.format(scale * less.over_seeds))
         else:
             cells += ["-"] * 3
-        made.add_row(rule, *cells, f"{statistics.fmean(row['step_s'] for row in mine):.2f}")
+        made.add_row(rule, *cells)
     return made
 
 
