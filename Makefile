@@ -14,6 +14,7 @@
 # make picture    train a little and draw docs/compare.svg and docs/report.svg
 # make bench      every benchmark; results go to benchmarks/results
 # make gpu-evidence  what only a GPU can show, in parts of at most nine minutes; without a GPU it prints the parts
+# make fake-gpu   an environment in which tests run PyTorch's CUDA build without a GPU: downloads 0.8 GB, 3 GB on the disk
 # make deepspeed  a second environment with DeepSpeed, which benchmarks compare with
 #
 # Options of a job go after `--`, or in ARGS:
@@ -46,7 +47,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONT
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train train-small train-ranks train-sharded test test-ci test-long mutants test-gpu check format docs picture bench gpu-evidence deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train train-small train-ranks train-sharded test test-ci test-long mutants test-gpu check format docs picture bench gpu-evidence fake-gpu deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -105,11 +106,14 @@ bench: $(READY)
 gpu-evidence: $(READY)
 	$(PYTHON) -m benchmarks gpu_evidence $(OPTIONS)
 
+fake-gpu:
+	scripts/setup_fake_gpu.sh
+
 deepspeed: $(READY)
 	scripts/setup_deepspeed.sh
 
 clean:
-	rm -rf $(VENV) .venv-deepspeed docs/_build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-deepspeed .venv-fake-gpu docs/_build build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 $(OPTION_GOALS):
 	@:

@@ -1,0 +1,93 @@
+"""Trains a small Llama, and writes what the steps after a warm-up called.
+
+python -m tests.fake_gpu.programs.steady_steps PATH '{"options": {...}, "inner": "inductor", "clip": false}'
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zenflow_compile as zf
+from zenflow_compile.runtime import errors
+
+DEVICE = torch.device("cuda", 0)
+WARM_UP, STEPS = 24, 8
+
+
+class LossOfLlama(nn.Module):
+    """Two layers whose matrices are all offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=1024,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def main() -> None:
+    path, given = sys.argv[1], json.loads(sys.argv[2])
+    code: list[str] = []
+    GraphLowering.save_output_code = staticmethod(code.append)  # type: ignore[method-assign]
+    # Kernels compute nothing here, so the numbers that are compared to find unseen writes are of no use.
+    errors.refuse_unseen_write = lambda name: None  # type: ignore[assignment,return-value]
+    fake = ctypes.PyDLL("libfakegpu.so")  # its calls keep Python's lock
+    model = LossOfLlama()
+    options: dict[str, Any] = {"lr": 1e-3, "device_share": 0.0} | given.get("options", {})
+    optimizer = zf.ZenFlowAdamW(model.named_parameters(), **options)
+    inner = given.get("inner", "inductor")
+    compiled = torch.compile(model, backend="zenflow", options={"inner": inner}, dynamic=False)
+    tokens = torch.randint(0, 1024, (2, 128)).to(DEVICE)
+
+    def pause() -> None:
+        """Let the device do all that is queued while no Python runs; the fake GPU aborts the process if it cannot."""
+        if given.get("pause"):
+            fake.fake_gpu_wait_for_all()
+
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            fake.fake_gpu_reset()
+        loss = compiled(tokens)
+        pause()
+        loss.backward()
+        pause()
+        if given.get("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        pause()
+        optimizer.zero_grad()
+    assert fake.fake_gpu_write_counts(path.encode()) == 0
+    engine = optimizer.engine
+    found = {
+        "steps": STEPS,
+        "offloaded": len(engine.offloaded),
+        "parameters": len(list(model.parameters())),
+        "flushed": engine.windows_flushed,
+        "code": code,
+    }
+    optimizer.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
