@@ -13,6 +13,7 @@
 # make docs       build the documentation site in docs/_build/html; warnings are errors
 # make picture    train a little and draw docs/compare.svg and docs/report.svg
 # make bench      every benchmark; results go to benchmarks/results
+# make gpu-first  the first ten minutes on a GPU: installation, correctness, one step; PYTHON=python3 runs it without set-up
 # make gpu-evidence  what only a GPU can show, in parts of at most nine minutes; without a GPU it prints the parts
 # make fake-gpu   an environment in which tests run PyTorch's CUDA build without a GPU: downloads 0.8 GB, 3 GB on the disk
 # make deepspeed  a second environment with DeepSpeed, which benchmarks compare with
@@ -47,7 +48,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONT
 
 SOURCES := zenflow_compile examples benchmarks scripts tests docs/conf.py
 
-.PHONY: setup train train-small train-ranks train-sharded test test-ci test-long mutants test-gpu check format docs picture bench gpu-evidence fake-gpu deepspeed clean $(OPTION_GOALS)
+.PHONY: setup train train-small train-ranks train-sharded test test-ci test-long mutants test-gpu check format docs picture bench gpu-first gpu-evidence fake-gpu deepspeed clean $(OPTION_GOALS)
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -102,6 +103,9 @@ picture: $(READY)
 
 bench: $(READY)
 	$(PYTHON) -m benchmarks $(or $(strip $(OPTIONS)),all)
+
+gpu-first: $(READY)
+	$(PYTHON) -m benchmarks gpu_first $(OPTIONS)
 
 gpu-evidence: $(READY)
 	$(PYTHON) -m benchmarks gpu_evidence $(OPTIONS)

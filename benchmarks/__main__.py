@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# One needs another checkout, one has a make target of its own, and two take long.
-_NOT_IN_ALL = ("before_after", "gpu_evidence", "concentration", "quality")
+# One needs another checkout, two have a make target of their own, and two take long.
+_NOT_IN_ALL = ("before_after", "gpu_first", "gpu_evidence", "concentration", "quality")
 
 
 def benchmarks() -> dict[str, str]:

@@ -215,7 +215,8 @@ def main(
         if without:
             print("There is no CUDA device. On a machine with one these parts would run:")
         for part in parts:
-            print(f"  {part.name:28} about {part.minutes:g} min  {part.summary}\n{'':32}{command(part, run)}")
+            memory = "" if part.planned_gb is None else f", {part.planned_gb:.0f} GB of the device at once"
+            print(f"  {part.name:28} about {part.minutes:g} min  {part.summary}{memory}\n{'':32}{command(part, run)}")
         print(f"  {len(parts)} parts, about {sum(part.minutes for part in parts):g} min")
         return 0
     statuses = []

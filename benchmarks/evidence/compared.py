@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import host_adam, policies
 from benchmarks.evidence.loop import CLIP
+from benchmarks.evidence.planned import device_bytes
 from benchmarks.evidence.setting import Emit, Row, Setting
 from benchmarks.evidence.turns import Turns, take_turns
 from benchmarks.prediction import Predictor
@@ -53,12 +54,13 @@ def measure_peers(setting: Setting, emit: Emit, *, model: str, tokens: int, clip
     """``systems`` in turns with a forward and backward alone and with resident AdamW."""
     of = partial(setting.case, model=model, tokens=tokens, clip=CLIP if clip else None)
     companions = {name: of(name) for name in (ALONE, "adamw")}
-    faulty = []
-    for turns in take_turns(companions, {name: of(name) for name in systems}, schedule_of(tokens, tiny=setting.tiny)):
+    found = []
+    others = {name: of(name) for name in systems}
+    memory = device_bytes(companions[ALONE])
+    for turns in take_turns(companions, others, schedule_of(tokens, tiny=setting.tiny), memory_bytes=memory):
         emit(turns.row() | predicted(setting, turns))
-        if turns.faulty:
-            faulty.append(turns.name)
-    _raise_for(faulty)
+        found.append(turns)
+    _raise_for(found, others)
 
 
 def measure_strides(setting: Setting, emit: Emit) -> None:
@@ -76,16 +78,16 @@ def measure_strides(setting: Setting, emit: Emit) -> None:
         for stride in sorted(strides)
     }
     others["none on the device"] = of("zero_offload")
-    faulty = []
-    for turns in take_turns({ALONE: of(ALONE)}, others, schedule_of(4096, tiny=setting.tiny)):
+    found = []
+    memory = device_bytes(of(ALONE))
+    for turns in take_turns({ALONE: of(ALONE)}, others, schedule_of(4096, tiny=setting.tiny), memory_bytes=memory):
         row = turns.row() | predicted(setting, turns)
         if turns.summary is not None:
             row["update_ms"] = policies.update_ms(turns.summary)
         stride_here = turns.case.options.get("update_stride")
         emit({**row, "stride": stride_here, "equation_1": equation})
-        if turns.faulty:
-            faulty.append(turns.name)
-    _raise_for(faulty)
+        found.append(turns)
+    _raise_for(found, others)
 
 
 def measure_host_adam(setting: Setting, emit: Emit) -> None:
@@ -143,10 +145,12 @@ def _predicted_rate(setting: Setting, row: Mapping[str, Any]) -> Row:
     }
 
 
-def _raise_for(faulty: Sequence[str]) -> None:
+def _raise_for(found: Sequence[Turns], asked: Collection[str]) -> None:
     """
     Raises:
-        RuntimeError: a system failed, after all rows are written.
+        RuntimeError: after all rows are written: a system failed, or none of those that were asked for has a number.
     """
-    if faulty:
+    if faulty := [turns.name for turns in found if turns.faulty]:
         raise RuntimeError(f"failed: {', '.join(faulty)}; their rows say why")
+    if not any(turns.rounds_ms for turns in found if turns.name in asked):
+        raise RuntimeError(f"no number of {', '.join(asked)}; their rows say why")

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.common import Spread, interleaved, ratios
+from benchmarks.evidence.planned import fit
 from benchmarks.systems.case import OURS, Case
 from benchmarks.systems.comparison import Schedule
 from benchmarks.systems.process import TrainingWorker, WorkerError
@@ -79,11 +80,26 @@ def take_turns(
     others: Mapping[str, Case],
     schedule: Schedule,
     make: Callable[..., TrainingWorker] = TrainingWorker,
+    memory_bytes: int | None = None,
 ) -> Iterator[Turns]:
     """Measure ``others`` in their order, each as soon as it is done, then the companions.
 
     A system that fails has an error and no numbers, and the others go on. A companion that fails is left out.
+
+    Args:
+        memory_bytes: of the device. If it does not hold all companions beside each of the others, each of the others
+            takes turns with one companion at a time, and both are started for it.
     """
+    cases = others.values()
+    if memory_bytes is None or all(fit([*companions.values(), case], memory_bytes) for case in cases):
+        yield from _beside_all(companions, others, schedule, make)
+    else:
+        yield from _beside_one(companions, others, schedule, make)
+
+
+def _beside_all(
+    companions: Mapping[str, Case], others: Mapping[str, Case], schedule: Schedule, make: Callable[..., TrainingWorker]
+) -> Iterator[Turns]:
     with ExitStack() as stack:
         kept = [_start(stack, Turns(name, case), make, schedule) for name, case in companions.items()]
         for name, case in others.items():
@@ -99,6 +115,23 @@ def take_turns(
             if worker is not None:
                 _look_at(turns, worker, schedule)
             yield turns
+
+
+def _beside_one(
+    companions: Mapping[str, Case], others: Mapping[str, Case], schedule: Schedule, make: Callable[..., TrainingWorker]
+) -> Iterator[Turns]:
+    beside = [Turns(name, case) for name, case in companions.items()]
+    for name, case in others.items():
+        turns = Turns(name, case)
+        for companion in beside:
+            with ExitStack() as both:
+                pair = [_start(both, each, make, schedule) for each in (companion, turns) if each.error is None]
+                _run(pair, schedule)
+                for each, worker in pair:
+                    if worker is not None:
+                        _look_at(each, worker, schedule)
+        yield turns
+    yield from beside
 
 
 _Present = tuple[Turns, TrainingWorker | None]

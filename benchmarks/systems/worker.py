@@ -78,6 +78,8 @@ class Trainer:
             marks.append(self._mark())
         self._synchronize()
         seconds = time.perf_counter() - begin
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # activations' memory is another process's until the next turn
         return {
             "seconds": seconds,
             "ms": [self._between(a, b) for a, b in pairwise(marks)],

@@ -6,20 +6,18 @@ Imports PyTorch alone at module level: DeepSpeed's virtual environment runs this
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.systems.llama import Llama, LlamaConfig
 from examples.gpt import GPT, GPTConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BATCHES = 4
 """Different batches of a run, used in turn: few, so that the loss falls within a few dozen steps."""
-_HEAD_TOKENS = 4096  # of the language models: logits exist for so many tokens at a time
 
 Batch = tuple[Tensor, ...]
 
@@ -36,31 +34,6 @@ class LinearStack(nn.Module):
         return functional.mse_loss(self.layers(inputs), targets)
 
 
-class CausalLM(nn.Module):
-    """A Hugging Face decoder with a loss that never holds the logits of more than 4096 tokens.
-
-    With a vocabulary of 152k the logits of 32k tokens in fp32 alone would take 20 GB under every system.
-    """
-
-    def __init__(self, model: Any, checkpointing: bool) -> None:
-        super().__init__()
-        self.model = model
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """``int64[batch, time]`` both; the mean cross entropy in nats per token."""
-        hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state.flatten(0, 1)
-        flat = targets.flatten()
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for part, labels in zip(hidden.split(_HEAD_TOKENS), flat.split(_HEAD_TOKENS), strict=True):
-            total = total + checkpoint(self._summed_loss, part, labels, use_reentrant=False)
-        return total / flat.numel()
-
-    def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
-
-
 @dataclass(frozen=True, slots=True)
 class Workload:
     """A model and the size of its batches.
@@ -72,6 +45,7 @@ class Workload:
         width: features per example of a linear stack; 0 for language models.
         context: tokens per sequence; 0 for linear stacks.
         vocabulary: number of token values.
+        llama: sizes of a Llama; None for other models.
     """
 
     summary: str
@@ -80,6 +54,7 @@ class Workload:
     width: int = 0
     context: int = 0
     vocabulary: int = 0
+    llama: LlamaConfig | None = None
 
     def with_tokens(self, tokens: int) -> Workload:
         """The same model at ``tokens`` per step, in sequences of at most ``context``.
@@ -92,7 +67,7 @@ class Workload:
         context = min(self.context, tokens)
         if tokens < 1 or tokens % context:
             raise ValueError(f"tokens={tokens} must be a multiple of the {self.context} tokens of a sequence")
-        return Workload(self.summary, self.build, tokens // context, self.width, context, self.vocabulary)
+        return replace(self, rows=tokens // context, context=context)
 
     def batches(self, seed: int, dtype: torch.dtype, device: torch.device) -> list[Batch]:
         """``BATCHES`` random batches that depend on ``seed`` alone."""
@@ -117,26 +92,16 @@ def _gpt(rows: int, config: GPTConfig, summary: str) -> Workload:
     return Workload(summary, lambda: GPT(config), rows, context=config.context, vocabulary=config.vocabulary)
 
 
-def _llama(rows: int, context: int, summary: str, *, checkpointing: bool = True, **sizes: Any) -> Workload:
-    def build() -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(max_position_embeddings=context, use_cache=False, **sizes)
-        return CausalLM(LlamaForCausalLM(config), checkpointing)
-
-    return Workload(summary, build, rows, context=context, vocabulary=sizes["vocab_size"])
+def _llama(rows: int, context: int, summary: str, config: LlamaConfig) -> Workload:
+    return Workload(summary, lambda: Llama(config), rows, context=context, vocabulary=config.vocabulary, llama=config)
 
 
 # Shapes of Qwen2.5-3B, from its published configuration; biases of q, k, v only there, of the output too here.
-_QWEN_3B: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-    "attention_bias": True,
-}
+_QWEN_3B = LlamaConfig(
+    vocabulary=151_936, width=2048, intermediate=11008, layers=36, heads=16, key_value_heads=2, bias=True
+)
+_LLAMA_1B = LlamaConfig(vocabulary=32_768, width=2048, intermediate=8192, layers=16, heads=32, key_value_heads=8)
+_LLAMA_TINY = LlamaConfig(vocabulary=256, width=64, intermediate=128, layers=2, heads=4, key_value_heads=2, tied=False)
 
 WORKLOADS: dict[str, Workload] = {
     "tiny": _linear(3, 128, 8, "3 linear layers of 128, batch 8"),
@@ -147,35 +112,18 @@ WORKLOADS: dict[str, Workload] = {
         GPTConfig(vocabulary=16384, context=128, layers=12, width=768, heads=12),
         "GPT of 12 blocks of 768 with a vocabulary of 16,384, 2 sequences of 128",
     ),
-    "llama-tiny": _llama(
-        2,
-        32,
-        "Llama of 2 blocks of 64, 2 sequences of 32",
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
-    "qwen2.5-3b": _llama(1, 4096, "Llama with the shapes of Qwen2.5-3B, 4,096 tokens", vocab_size=151_936, **_QWEN_3B),
+    "llama-tiny": _llama(2, 32, "Llama of 2 blocks of 64, 2 sequences of 32", _LLAMA_TINY),
+    "qwen2.5-3b": _llama(1, 4096, "Llama with the shapes of Qwen2.5-3B, 4,096 tokens", _QWEN_3B),
     "llama-3b-32k": _llama(
         1,
         4096,
         "the same with a vocabulary of 32,768 and a head of its own, 4,096 tokens",
-        vocab_size=32_768,
-        **{**_QWEN_3B, "tie_word_embeddings": False},
+        replace(_QWEN_3B, vocabulary=32_768, tied=False),
     ),
     "llama-1b": _llama(
         1,
         4096,
         "Llama with the shapes of Llama-3.2-1B and a vocabulary of 32,768, 4,096 tokens",
-        vocab_size=32_768,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
+        _LLAMA_1B,
     ),
 }

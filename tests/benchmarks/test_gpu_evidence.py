@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from benchmarks import gpu_evidence
 from benchmarks.evidence import compared, syncs, trace, turns
 from benchmarks.evidence.parts import MACHINE, PARTS, Part
+from benchmarks.evidence.planned import CONTEXT_BYTES, fit, together_bytes
 from benchmarks.evidence.setting import Setting
 from benchmarks.systems.case import Case
 from benchmarks.systems.comparison import Schedule
@@ -192,7 +194,15 @@ def test_wrong_options(options: list[str], says: str, capsys: pytest.CaptureFixt
 
 def test_parts_are_what_was_asked_for() -> None:
     lengths = {f"peers_{length}k{clip}" for length in (4, 8, 16, 32) for clip in ("", "_clip")}
-    assert lengths | {"gpu_tests", "syncs", "trace", "profiler", "policies_stride", "host_adam"} <= set(PARTS)
+    assert lengths | {
+        "gpu_training",
+        "gpu_kernels",
+        "syncs",
+        "trace",
+        "profiler",
+        "policies_stride",
+        "host_adam",
+    } <= set(PARTS)
     assert next(iter(PARTS)) == "machine"
     assert all(each.minutes * 60 < gpu_evidence.LIMIT_S for each in PARTS.values())
     assert gpu_evidence.LIMIT_S <= 9 * 60
@@ -216,10 +226,72 @@ def tiny(folder: Path, name: str) -> list[dict[str, Any]]:
     return rows
 
 
+def test_each_file_with_gpu_tests_is_in_one_part() -> None:
+    tests = Path(__file__).parents[1]
+    marked = {str(path.relative_to(tests)) for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    parts: list[Any] = [part.measure for part in PARTS.values() if part.name.startswith("gpu_")]
+    listed = [file for measure in parts for file in measure.keywords["files"]]
+    assert sorted(listed) == sorted(marked - {"benchmarks/test_gpu_evidence.py"})
+
+
+def of_3b(system: str, tokens: int = 8192) -> Case:
+    return Case(system=system, model="qwen2.5-3b", tokens=tokens, dtype="bf16")
+
+
+def test_planned_memory_is_that_of_the_parts() -> None:
+    """Sixteen bytes per parameter of resident AdamW while it trains, fourteen while another one does."""
+    parameters = 3.09e9
+    alone = together_bytes([of_3b("adamw")])
+    assert alone == pytest.approx(16 * parameters + CONTEXT_BYTES + 3.9e9, rel=0.02)
+    both = together_bytes([of_3b("adamw"), of_3b("forward_backward")])
+    assert both - alone == pytest.approx(2 * parameters + CONTEXT_BYTES, rel=0.01)
+    assert fit([of_3b("adamw"), of_3b("forward_backward"), of_3b("zenflow")], 85_000_000_000)
+    assert not fit([of_3b("adamw"), of_3b("forward_backward"), of_3b("zenflow", 32768)], 85_000_000_000)
+
+
+def test_companions_take_turns_alone_where_memory_is_short() -> None:
+    cases = {name: of_3b(name) for name in ("forward_backward", "adamw")}
+    others = {"zenflow": of_3b("zenflow")}
+    alive: set[str] = set()
+    at_once: list[set[str]] = []
+
+    class Counting(FakeWorker):
+        def start(self) -> None:
+            alive.add(self.case.system)
+            at_once.append(set(alive))
+
+        def __exit__(self, *arguments: object) -> None:
+            alive.discard(self.case.system)
+
+    schedule = Schedule(rounds=3, steps=4)
+    make: Any = Counting
+    found = {each.name: each for each in turns.take_turns(cases, others, schedule, make, memory_bytes=75_000_000_000)}
+    assert list(found) == ["zenflow", "forward_backward", "adamw"]
+    assert {"forward_backward", "adamw"} not in [each & {"forward_backward", "adamw"} for each in at_once]
+    assert found["zenflow"].over == {"forward_backward": [1.5] * 3, "adamw": [0.75] * 3}
+    assert found["adamw"].rounds_ms == [4.0] * 3
+
+
+def test_part_without_a_number_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that does not fit is no fault, but a part in which no other one was measured is not done."""
+
+    class Full(FakeWorker):
+        def start(self) -> None:
+            if self.case.system == "zenflow":
+                raise WorkerError("CUDA out of memory", "memory")
+
+    monkeypatch.setattr(compared, "take_turns", partial(turns.take_turns, make=Full))
+    rows: list[Any] = []
+    setting = Setting("cpu", True, None, tmp_path)
+    with pytest.raises(RuntimeError, match="no number of zenflow; their rows say why"):
+        compared.measure_peers(setting, rows.append, model="tiny", tokens=1, clip=False, systems=("zenflow",))
+    assert [row["name"] for row in rows] == ["zenflow", "forward_backward", "adamw"]
+
+
 @pytest.mark.long
 @pytest.mark.slow
-def test_tiny_gpu_tests(folder: Path) -> None:
-    rows = tiny(folder, "gpu_tests")
+def test_tiny_gpu_training(folder: Path) -> None:
+    rows = tiny(folder, "gpu_training")
     assert {row["test"].partition("::")[0] for row in rows} >= {"tests/gpu/test_training.py"}
     if not torch.cuda.is_available():
         assert {row["outcome"] for row in rows} == {"skipped"}

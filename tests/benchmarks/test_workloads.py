@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
 from benchmarks.systems.case import Case
-from benchmarks.systems.workloads import BATCHES, WORKLOADS, CausalLM
+from benchmarks.systems.llama import Llama
+from benchmarks.systems.workloads import BATCHES, WORKLOADS
 
 
 def test_gpt_has_a_hundred_million_parameters() -> None:
@@ -43,14 +47,46 @@ def test_tokens_become_sequences() -> None:
         WORKLOADS["tiny"].with_tokens(8)
 
 
-def test_chunked_loss_equals_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.systems.workloads._HEAD_TOKENS", 24)
-    model = WORKLOADS["llama-tiny"].build()
-    assert isinstance(model, CausalLM)
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_llama_equals_that_of_transformers(tied: bool) -> None:
+    """The loss, in parts of the tokens and with recomputation, and the gradients of all weights."""
+    transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+    config = WORKLOADS["llama-tiny"].llama
+    assert config is not None
+    torch.manual_seed(0)
+    model = Llama(replace(config, tied=tied, bias=True, head_tokens=24))
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocabulary,
+            hidden_size=config.width,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.key_value_heads,
+            tie_word_embeddings=tied,
+            attention_bias=True,
+        )
+    )
+    names = [("embedding.", "model.embed_tokens."), ("blocks.", "model.layers."), ("head.", "lm_head.")]
+    names += [("attention_norm.", "input_layernorm."), ("feed_forward_norm.", "post_attention_layernorm.")]
+    names += [(f"{each}_proj.", f"mlp.{each}_proj.") for each in ("gate", "up", "down")]
+    names += [("attention.", "self_attn.")]
+
+    def name_of(name: str) -> str:
+        for ours, other in names:
+            name = re.sub(rf"(^|\.){re.escape(ours)}", rf"\g<1>{other}", name)
+        return re.sub(r"^norm\.", "model.norm.", name)
+
+    theirs.load_state_dict({name_of(name): value for name, value in model.state_dict().items()})
     tokens, targets = WORKLOADS["llama-tiny"].batches(0, torch.float32, torch.device("cpu"))[0]
-    logits = model.model(input_ids=tokens).logits.flatten(0, 1)
-    expected = functional.cross_entropy(logits, targets.flatten())
-    torch.testing.assert_close(model(tokens, targets), expected)
+    loss = model(tokens, targets)
+    expected = functional.cross_entropy(theirs(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    gradients = {name: param.grad for name, param in theirs.named_parameters()}
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, gradients[name_of(name)])
 
 
 def test_case_survives_its_command_line() -> None:

@@ -35,6 +35,8 @@ def run(
     computes: bool = True,
     triton: Literal["off", "interpret", "launch"] = "off",
     switches: dict[str, str] | None = None,
+    without: Sequence[str] = (),
+    folder: Path = ROOT,
     timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with ``arguments``; the result has stdout and stderr together.
@@ -44,23 +46,26 @@ def run(
         triton: "off": as if it were not installed. "interpret": kernels compute in its interpreter, which reads device
             memory and so waits. "launch": kernels are compiled, loaded and launched, and compute nothing.
         switches: of ``csrc/device.h``, without "FAKE_GPU_".
+        without: modules that are as if they were not installed.
+        folder: the working directory, a checkout.
         timeout: in seconds.
     """
     environment = os.environ | {
         "LD_LIBRARY_PATH": str(LIBRARIES),
         "TRITON_LIBCUDA_PATH": str(LIBRARIES),
-        "PYTHONPATH": f"{_SITE}{os.pathsep}{ROOT}",
+        "PYTHONPATH": f"{_SITE}{os.pathsep}{folder}",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "FAKE_GPU_OPERATORS": "1" if computes else "0",
         "FAKE_GPU_WRITES": "1" if computes else "0",
         "FAKE_GPU_TRITON": triton,
+        "FAKE_GPU_WITHOUT": ",".join(without),
         "TRITON_INTERPRET": "1" if triton == "interpret" else "0",
     }
     environment |= {f"FAKE_GPU_{name}": value for name, value in (switches or {}).items()}
     return subprocess.run(
         [str(PYTHON), *arguments],
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

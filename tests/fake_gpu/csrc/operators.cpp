@@ -171,6 +171,34 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   }
 }
 
+// Has a kernel for CUDA alone. (Zhang and Sennrich, arXiv:1910.07467)
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+    const at::Tensor& gradient, const at::Tensor& input, c10::IntArrayRef shape, const at::Tensor& rstd,
+    const std::optional<at::Tensor>& weight, std::array<bool, 2> wanted) {
+  wait_for_current_stream(input.device());
+  const auto g = on_cpu(gradient).to(at::kFloat), scale = on_cpu(rstd).to(at::kFloat);
+  const auto normed = on_cpu(input).to(at::kFloat) * scale;
+  const bool has_weight = weight.has_value() && weight->defined();
+  const auto scaled = has_weight ? g * on_cpu(*weight).to(at::kFloat) : g;
+  std::vector<int64_t> inner, outer;
+  const int64_t first = input.dim() - static_cast<int64_t>(shape.size());
+  for (int64_t dim = 0; dim < input.dim(); ++dim) (dim < first ? outer : inner).push_back(dim);
+  at::Tensor of_input, of_weight;
+  if (wanted[0]) {
+    const auto found = (scaled - normed * (scaled * normed).mean(inner, true)) * scale;
+    of_input = on_device(found.to(input.scalar_type()), input.device());
+  }
+  if (wanted[1] && has_weight) {
+    of_weight = on_device((g * normed).sum(outer).to(weight->scalar_type()), input.device());
+  }
+  return {of_input, of_weight};
+}
+
+// An operator whose kernels are for CUDA alone would compute nothing.
+void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "the fake GPU cannot compute ", op.schema().name(), ": it has no kernel for the CPU");
+}
+
 // What the CPU must not do in place of CUDA: make, view and resize memory, and move numbers between devices.
 const std::set<std::string> kOfCuda = {
     "aten::_copy_from",     "aten::_copy_from_and_resize", "aten::_efficientzerotensor", "aten::_fused_sdp_choice",
@@ -231,13 +259,17 @@ extern "C" int fake_gpu_install_operators() {
     if (name.name.rfind("aten::", 0) != 0 || kOfCuda.count(name.name) != 0) continue;
     const auto op = dispatcher.findSchema(name);
     if (!op || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
-        !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) {
+    const auto has = [&](c10::DispatchKey key) { return op->hasKernelForDispatchKey(key); };
+    if (!has(c10::DispatchKey::CPU) && !has(c10::DispatchKey::CompositeExplicitAutograd) &&
+        !has(c10::DispatchKey::CompositeImplicitAutograd)) {
+      if (name.name == "aten::_fused_rms_norm_backward") continue;
+      install(name, c10::KernelFunction::makeFromBoxedFunction<&refuse>());
       continue;
     }
     install(name, c10::KernelFunction::makeFromBoxedFunction<&fallback>());
   }
   install({"aten::copy_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy));
+  install({"aten::_fused_rms_norm_backward", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&rms_norm_backward));
   install({"aten::fill_", "Scalar"}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&fill));
   install({"aten::zero_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&zero));
   return static_cast<int>(kept.size());

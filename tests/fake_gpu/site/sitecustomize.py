@@ -4,8 +4,11 @@ import ctypes
 import os
 import sys
 
+without = os.environ.get("FAKE_GPU_WITHOUT", "").split(",")
 if os.environ.get("FAKE_GPU_TRITON") == "off":
-    sys.modules["triton"] = None  # as if it were not installed: kernels of aten take its place, which compute
+    without.append("triton")  # kernels of aten take its place, which compute
+for each in filter(None, without):
+    sys.modules[each] = None  # as if it were not installed
 if os.environ.get("FAKE_GPU_OPERATORS") == "1":
     import torch
 
@@ -13,3 +16,6 @@ if os.environ.get("FAKE_GPU_OPERATORS") == "1":
         torch.cuda.init()
         torch.zeros(1, device="cuda")
         ctypes.CDLL("libfakegpuoperators.so").fake_gpu_install_operators()
+        # Fused attention has kernels for CUDA alone, which compute nothing here.
+        for each in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{each}_sdp")(False)
