@@ -27,6 +27,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 import torch
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -227,6 +228,29 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(unfinished, path)  # atomic
+
+
+def fill(path: Path, name: str, text: str) -> None:
+    """Put ``text`` between the marks of ``name`` in the document at ``path``.
+
+    Raises:
+        ValueError: if the document has no marks.
+    """
+    marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    document = path.read_text(encoding="utf-8")
+    before, begin, rest = document.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not (begin and end):
+        raise ValueError(f"{path} needs the lines {marks[0]} and {marks[1]}, between which the tables go")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def markdown(table: Table) -> str:
+    """A table for the terminal in Markdown, with its title in bold above it."""
+    headings = [str(column.header).replace("\n", " ") for column in table.columns]
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    rows = [headings, ["---"] * len(headings), *([str(cell) for cell in row] for row in cells)]
+    return f"**{table.title}**\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def commit() -> str | None:

@@ -2,7 +2,7 @@
 
     python -m benchmarks concentration                   both tasks, 200 steps each: half an hour on two cores
     python -m benchmarks concentration --task reviews    one; results of the other one stay
-    python -m benchmarks concentration --table           prints what is known, and runs nothing
+    python -m benchmarks concentration --table --page    runs nothing; prints what is known, and writes it into the page
 
 SmolLM2-135M is fine-tuned by ``torch.optim.AdamW`` on the tasks of ``benchmarks.quality``. At each step the squared
 norms of the columns and of the rows of each matrix's gradient are taken, before clipping. A share is that of the
@@ -22,17 +22,20 @@ from typing import Any
 
 import torch
 from rich import box
+from rich.columns import Columns
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from benchmarks.common import RESULTS, commit, machine, option_parser, write_results
-from benchmarks.quality import LR, TASKS, WEIGHT_DECAY, fine_tune, known
+from benchmarks.common import RESULTS, ROOT, commit, fill, machine, markdown, option_parser, write_results
+from benchmarks.quality import LR, PAGE, TASKS, WEIGHT_DECAY, fine_tune, known
 from examples.language_model import load
 from examples.pretrained import MODEL, fetch
+from examples.report_picture import picture
 from zenflow_compile.runtime.parameters.device_state import SCORE_DECAY
 
+PICTURE = ROOT / "docs" / "concentration.svg"
 RATIOS = (0.01, 0.05, 0.1)
 LAGS = (1, 4, 16, 64)
 STEPS = 200
@@ -235,8 +238,8 @@ def by_layer(result: Mapping[str, Any]) -> Table:
         for name in kinds:
             share = held([found[number, name]], "longer side, 10%")
             shade = 255 - int(200 * share)
-            ink = "black" if shade > 140 else "white"
-            cells.append(Text(f"{share:4.0%}", style=f"{ink} on rgb({shade},{shade},255)"))
+            ink = 0 if shade > 110 else 255
+            cells.append(Text(f"{share:4.0%}", style=f"rgb({ink},{ink},{ink}) on rgb({shade},{shade},255)"))
         made.add_row(str(number), *cells)
     return made
 
@@ -272,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="PATH", help="another one than SmolLM2-135M")
     parser.add_argument("--data", metavar="PATH", help="another file of sentences, or of text, of one --task")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--page", action="store_true", help="also write docs/quality.md and docs/concentration.svg")
     given = parser.parse_args(arguments)
     if given.data is not None and len(given.task or TASKS) != 1:
         parser.error(f"--data={given.data} is of one task: give --task {' or --task '.join(TASKS)}")
@@ -287,6 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         for table in (*TABLES, by_layer):
             console.print(table(row))
+    if given.page:
+        fill(PAGE, "concentration", "\n".join(markdown(table(row)) for row in rows for table in TABLES))
+        title = "Share of a matrix's squared gradient norm in the top 10% of its longer side"
+        PICTURE.write_text(picture(lambda of: of.print(Columns(map(by_layer, rows), padding=(0, 6))), title, 120))
     return 0
 
 

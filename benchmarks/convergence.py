@@ -24,10 +24,10 @@ from types import MappingProxyType
 
 from rich.console import Console
 
-from benchmarks.common import option_parser
+from benchmarks.common import fill, option_parser
 from benchmarks.convergence_study.outcomes import Outcomes, Texts, checkpoint, perform, phase_text
 from benchmarks.convergence_study.plan import PHASES, RULES, STUDIES, Run, Study, plan, sweep
-from benchmarks.convergence_study.tables import fill, markdown, report, summary
+from benchmarks.convergence_study.tables import markdown, report, summary
 from examples.train_gpt import share_cores
 
 ROOT = Path(__file__).parents[1]
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = Outcomes.read(given.out)
     console = Console()
     if given.tables:
-        fill(ROOT / "docs" / "convergence.md", markdown(study, outcomes, seeds))
-        fill(ROOT / "docs" / "guide" / "benchmarks.md", summary(study, outcomes, seeds))
+        fill(ROOT / "docs" / "convergence.md", "convergence", markdown(study, outcomes, seeds))
+        fill(ROOT / "docs" / "guide" / "benchmarks.md", "convergence", summary(study, outcomes, seeds))
     else:
         outcomes.forget(given.model, given.again or (() if given.resume else names))
         share_cores(study.configs["scratch"].torch_device())

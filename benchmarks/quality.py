@@ -3,7 +3,7 @@
     python -m benchmarks quality                      runs that have no result yet: five hours on two cores
     python -m benchmarks quality --minutes 30         as many of them as begin within so many minutes
     python -m benchmarks quality --task reviews --rule AdamW --rule "zenflow, S = 4"
-    python -m benchmarks quality --table              prints what is known, and runs nothing
+    python -m benchmarks quality --table --page       runs nothing; prints what is known, and writes it into the page
 
 SmolLM2-135M (see ``examples.pretrained``) is fine-tuned on two tasks: on movie reviews as in ``examples.classify``, and
 on the next token of the C++ headers that come with PyTorch. Runs of one seed see the same data in the same order. The
@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import zenflow_compile as zf
-from benchmarks.common import RESULTS, commit, machine, option_parser, write_results
+from benchmarks.common import RESULTS, ROOT, commit, fill, machine, markdown, option_parser, write_results
 from examples.classify import held_out_scores, next_logits, rate
 from examples.finetune_lm import Sequences, read_text
 from examples.language_model import load
@@ -58,6 +58,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 """Options of ``ZenFlowAdamW`` by rule."""
 
+PAGE = ROOT / "docs" / "quality.md"
 ON_ALL_SEEDS = (REFERENCE, *[rule for rule in RULES if rule.startswith("zenflow")][:3])
 SEEDS = 3
 STEPS = 150
@@ -266,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="PATH", help="another one than SmolLM2-135M")
     parser.add_argument("--data", metavar="PATH", help="another file of sentences, or of text, of one --task")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--page", action="store_true", help="also write the tables into docs/quality.md")
     given = parser.parse_args(arguments)
     if given.data is not None and len(given.task or TASKS) != 1:
         parser.error(f"--data={given.data} is of one task: give --task {' or --task '.join(TASKS)}")
@@ -285,9 +287,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_results("quality", rows, out=path)
         console.print(f"{run.task}, {run.rule}, seed {run.seed}: {rows[-1]['seconds']:.0f} s", highlight=False)
     alike = [row for row in rows if settings.items() <= row.items()]
-    for task in TASKS:
-        for measure in next((row["scores"] for row in alike if row["task"] == task), ()):
-            console.print(table(alike, task, measure))
+    tables = [
+        table(alike, task, measure)
+        for task in TASKS
+        for measure in next((row["scores"] for row in alike if row["task"] == task), ())
+    ]
+    for each in tables:
+        console.print(each)
+    if given.page:
+        fill(PAGE, "quality", "\n".join(map(markdown, tables)))
     return 0
 
 

@@ -82,7 +82,7 @@ def record(policy: str, *, steps: int, inner: str) -> zf.Profile:
 
 def picture(show: Callable[[Console], None], title: str, columns: int) -> str:
     """What ``show`` prints on a terminal of so many columns, as an SVG."""
-    console = Console(record=True, file=io.StringIO(), width=columns, force_terminal=True, color_system="standard")
+    console = Console(record=True, file=io.StringIO(), width=columns, force_terminal=True, color_system="truecolor")
     show(console)
     return console.export_svg(title=title, code_format=_SVG, unique_id="zenflow")
 

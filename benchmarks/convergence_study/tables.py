@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 from rich.console import Console
@@ -14,7 +13,6 @@ from benchmarks.convergence_study.outcomes import Outcomes
 from benchmarks.convergence_study.plan import PHASES, REFERENCE, RULES, Phase, Study, reference_run, sweep
 
 TITLES: Mapping[Phase, str] = MappingProxyType({"scratch": "from scratch", "finetune": "fine-tuning"})
-_MARKS = ("<!-- convergence: begin -->", "<!-- convergence: end -->")
 
 
 def report(study: Study, outcomes: Outcomes, phases: Sequence[Phase], seeds: Sequence[int], console: Console) -> bool:
@@ -86,20 +84,6 @@ def summary(study: Study, outcomes: Outcomes, seeds: Sequence[int]) -> str:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def fill(path: Path, text: str) -> None:
-    """Put ``text`` between the marks in the document at ``path``.
-
-    Raises:
-        ValueError: if the document has no marks.
-    """
-    document = path.read_text()
-    before, begin, rest = document.partition(_MARKS[0])
-    _, end, after = rest.partition(_MARKS[1])
-    if not (begin and end):
-        raise ValueError(f"{path} needs the lines {_MARKS[0]} and {_MARKS[1]}, between which the tables go")
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def _cell(losses: Mapping[int, float], seed: int) -> str:

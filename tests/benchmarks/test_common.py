@@ -10,9 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
 from benchmarks import __main__ as runner
-from benchmarks.common import ROOT, Spread, Target, interleaved, option_parser, percentile, ratios, write_results
+from benchmarks.common import (
+    ROOT,
+    Spread,
+    Target,
+    interleaved,
+    markdown,
+    option_parser,
+    percentile,
+    ratios,
+    write_results,
+)
 
 
 def test_spread_interpolates_order_statistics() -> None:
@@ -87,6 +98,14 @@ def test_every_benchmark_takes_out(name: str, capsys: pytest.CaptureFixture[str]
     if name == "gpu_evidence":  # one file per part
         where = "folder of the results files (benchmarks/results/gpu)"
     assert f"--out PATH {where}" in said
+
+
+def test_table_in_markdown() -> None:
+    table = Table(title="some: loss")
+    table.add_column("rule")
+    table.add_column("columns\n1%")
+    table.add_row("AdamW", "-")
+    assert markdown(table) == "**some: loss**\n\n| rule | columns 1% |\n| --- | --- |\n| AdamW | - |\n"
 
 
 def test_shared_options_have_defaults() -> None:

@@ -15,10 +15,11 @@ import torch
 from rich.console import Console
 
 from benchmarks import convergence
+from benchmarks.common import fill
 from benchmarks.convergence_study.claims import LIMIT, Paired, judge
 from benchmarks.convergence_study.outcomes import Outcomes, checkpoint
 from benchmarks.convergence_study.plan import CONTROL, PHASES, REFERENCE, STUDIES, Phase, Run, Study, plan, sweep
-from benchmarks.convergence_study.tables import fill, markdown, report, summary
+from benchmarks.convergence_study.tables import markdown, report, summary
 from examples.settings import TrainConfig
 from examples.stdlib_text import Text
 
@@ -315,12 +316,12 @@ def test_tables_show_the_measurements(study: Study, tmp_path: Path) -> None:
 
     document = tmp_path / "page.md"
     document.write_text("above\n<!-- convergence: begin -->\nold\n<!-- convergence: end -->\nbelow\n")
-    fill(document, full)
-    fill(document, full)
+    fill(document, "convergence", full)
+    fill(document, "convergence", full)
     assert document.read_text() == (f"above\n<!-- convergence: begin -->\n{full}\n<!-- convergence: end -->\nbelow\n")
     document.write_text("no marks")
     with pytest.raises(ValueError, match="needs the lines"):
-        fill(document, full)
+        fill(document, "convergence", full)
 
 
 @pytest.mark.parametrize(("page", "render"), [("docs/guide/benchmarks.md", summary), ("docs/convergence.md", markdown)])
@@ -330,7 +331,7 @@ def test_documents_agree_with_the_results_file(
     study = convergence.on_device(STUDIES["10m"], "cpu", "eager")
     copy = tmp_path / "page.md"
     copy.write_text((ROOT / page).read_text())
-    fill(copy, render(study, Outcomes.read(ROOT / "benchmarks/results/convergence.json"), range(3)))
+    fill(copy, "convergence", render(study, Outcomes.read(ROOT / "benchmarks/results/convergence.json"), range(3)))
     assert copy.read_text() == (ROOT / page).read_text(), "run python -m benchmarks convergence --tables"
 
 
