@@ -249,7 +249,7 @@ def test_planned_memory_is_that_of_the_parts() -> None:
     assert not fit([of_3b("adamw"), of_3b("forward_backward"), of_3b("zenflow", 32768)], 85_000_000_000)
 
 
-def test_companions_take_turns_alone_where_memory_is_short() -> None:
+def test_companions_are_alone_where_memory_is_short() -> None:
     cases = {name: of_3b(name) for name in ("forward_backward", "adamw")}
     others = {"zenflow": of_3b("zenflow")}
     alive: set[str] = set()
