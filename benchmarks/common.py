@@ -23,11 +23,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 import torch
-from rich.table import Table
+
+if TYPE_CHECKING:  # DeepSpeed's environment runs this file, too
+    from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"

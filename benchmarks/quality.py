@@ -1,6 +1,6 @@
 """Does fine-tuning a pretrained model with offloading cost quality? Accuracy on movie reviews, loss on C++ headers.
 
-    python -m benchmarks quality                      runs that have no result yet: five hours on two cores
+    python -m benchmarks quality                      runs that have no result yet: hours on two cores
     python -m benchmarks quality --minutes 30         as many of them as begin within so many minutes
     python -m benchmarks quality --task reviews --rule AdamW --rule "zenflow, S = 4"
     python -m benchmarks quality --table --page       runs nothing; prints what is known, and writes it into the page

@@ -80,7 +80,8 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 def test_host_waits_for_the_step_before_last_alone(measure: Measure, case: str) -> None:
     steps = measure(case)
     assert steps.of(WAITS - {"cudaEventSynchronize"}) == 0
-    assert steps.of({"cudaEventSynchronize"}) <= steps.steps
+    assert steps.of({"cudaEventSynchronize"}, "") <= steps.steps
+    assert {each.name for each in steps.calls if each.kind.startswith("blocked")} <= {"cudaEventSynchronize"}
     assert not [each for each in steps.calls if "pageable" in each.kind]
 
 
