@@ -29,7 +29,7 @@ from rich.text import Text
 from torch import Tensor
 
 from benchmarks.common import RESULTS, ROOT, commit, fill, machine, markdown, option_parser, write_results
-from benchmarks.quality import LR, PAGE, TASKS, WEIGHT_DECAY, fine_tune, known
+from benchmarks.quality import LR, PAGE, TASKS, WEIGHT_DECAY, add_run_options, check_run_options, fine_tune, known
 from examples.language_model import load
 from examples.pretrained import MODEL, fetch
 from examples.report_picture import picture
@@ -269,16 +269,10 @@ def _by_kind(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train on the tasks that are asked for, and print the tables."""
     parser = option_parser("concentration", __doc__)
-    parser.add_argument("--task", choices=tuple(TASKS), action="append", help="only this one")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="of a run (%(default)s)")
-    parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="%(default)s")
-    parser.add_argument("--model", metavar="PATH", help="another one than SmolLM2-135M")
-    parser.add_argument("--data", metavar="PATH", help="another file of sentences, or of text, of one --task")
-    parser.add_argument("--table", action="store_true", help="run nothing")
+    add_run_options(parser, STEPS)
     parser.add_argument("--page", action="store_true", help="also write docs/quality.md and docs/concentration.svg")
     given = parser.parse_args(arguments)
-    if given.data is not None and len(given.task or TASKS) != 1:
-        parser.error(f"--data={given.data} is of one task: give --task {' or --task '.join(TASKS)}")
+    check_run_options(parser, given)
     if given.steps <= (least := FIRST + max(LAGS)):
         parser.error(f"--steps={given.steps} must be more than {least}, by which the last slices are compared")
     path = given.out or RESULTS / "concentration.json"

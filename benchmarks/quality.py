@@ -15,6 +15,7 @@ normal approximation, and by seed, with Student's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
@@ -256,21 +257,31 @@ def known(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Perform what has no result yet, and print the tables."""
-    parser = option_parser("quality", __doc__)
+def add_run_options(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Add the options of benchmarks that fine-tune on the tasks; ``steps``: the default of a run."""
     parser.add_argument("--task", choices=tuple(TASKS), action="append", help="only this one")
-    parser.add_argument("--rule", choices=tuple(RULES), action="append", help="only this one")
-    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="begin no run later than that")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="of a run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=steps, metavar="N", help="of a run (%(default)s)")
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="%(default)s")
     parser.add_argument("--model", metavar="PATH", help="another one than SmolLM2-135M")
     parser.add_argument("--data", metavar="PATH", help="another file of sentences, or of text, of one --task")
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--page", action="store_true", help="also write the tables into docs/quality.md")
-    given = parser.parse_args(arguments)
+
+
+def check_run_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End the program if a file of data is given for more than one task."""
     if given.data is not None and len(given.task or TASKS) != 1:
         parser.error(f"--data={given.data} is of one task: give --task {' or --task '.join(TASKS)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Perform what has no result yet, and print the tables."""
+    parser = option_parser("quality", __doc__)
+    parser.add_argument("--rule", choices=tuple(RULES), action="append", help="only this one")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="begin no run later than that")
+    add_run_options(parser, STEPS)
+    parser.add_argument("--page", action="store_true", help="also write the tables into docs/quality.md")
+    given = parser.parse_args(arguments)
+    check_run_options(parser, given)
     if given.steps < 1 or not given.minutes >= 0:
         parser.error(f"--steps={given.steps} must be at least 1, and --minutes={given.minutes} at least 0")
     path = given.out or RESULTS / "quality.json"
