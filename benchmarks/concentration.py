@@ -123,13 +123,13 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def observe(task: str, steps: int, inner: str, model_path: str | None, data: str | None) -> list[dict[str, Any]]:
+def observe(task: str, *, steps: int, inner: str, model: str | None, data: str | None) -> list[dict[str, Any]]:
     """Fine-tune one model, and return a row of each matrix."""
     torch.compiler.reset()
-    model, tokenizer = load(model_path or fetch(MODEL), torch.float32)
+    network, tokenizer = load(model or fetch(MODEL), torch.float32)
     given = TASKS[task](tokenizer, 0, None if data is None else Path(data))
-    matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    matrices = {name: weight for name, weight in network.named_parameters() if weight.dim() == 2}
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in matrices}
     updates: dict[str, dict[int, Tensor]] = {name: {} for name in matrices}
 
@@ -143,14 +143,14 @@ def observe(task: str, steps: int, inner: str, model_path: str | None, data: str
             for norms, dim in zip(seen[name], (0, 1), strict=True):
                 norms.append(squared.sum(dim))
 
-    compiled = torch.compile(model, backend="inductor" if inner == "inductor" else "aot_eager")
-    losses, _ = fine_tune(compiled, model, given, optimizer, steps, after_backward)
+    compiled = torch.compile(network, backend="inductor" if inner == "inductor" else "aot_eager")
+    losses, _ = fine_tune(compiled, network, given, optimizer, steps, after_backward)
     found = [
         Matrix(name, tuple(weight.shape), torch.stack(seen[name][0]), torch.stack(seen[name][1]), updates[name])
         for name, weight in matrices.items()
     ]
     totals = torch.stack([matrix.rows.sum(1) for matrix in found]).sum(0)
-    about = {"task": task, "steps": steps, "inner": inner, "model": model_path, "data": data, "seed": 0}
+    about = {"task": task, "steps": steps, "inner": inner, "model": model, "data": data, "seed": 0}
     about |= {"commit": commit(), "machine": machine(), "losses": [round(loss, 4) for loss in losses]}
     return [about | {"matrices": [matrix.result(totals) for matrix in found]}]
 
@@ -229,7 +229,8 @@ def of_updates(result: Mapping[str, Any]) -> Table:
 
 def by_layer(result: Mapping[str, Any]) -> Table:
     """What the top 10% of the longer side hold, by layer and kind: darker is more."""
-    kinds = KINDS[:-1]
+    known_kinds = {kind(each["name"]) for each in result["matrices"]}
+    kinds = [name for name in KINDS if name != EMBEDDING and name in known_kinds]
     headings = [name.removesuffix("_proj") for name in kinds]
     made = _table(f"{result['task']}: top 10% of the longer side", "layer", headings)
     found = {(layer(each["name"]), kind(each["name"])): each for each in result["matrices"]}
@@ -266,6 +267,11 @@ def _by_kind(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {name: matrices for name, matrices in groups.items() if matrices}
 
 
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What docs/quality.md has of the results of several tasks."""
+    return "\n".join(markdown(table(row)) for row in rows for table in TABLES)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train on the tasks that are asked for, and print the tables."""
     parser = option_parser("concentration", __doc__)
@@ -277,16 +283,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--steps={given.steps} must be more than {least}, by which the last slices are compared")
     path = given.out or RESULTS / "concentration.json"
     rows = known(path)
+    settings = {name: getattr(given, name) for name in ("steps", "inner", "model", "data")}
     for task in () if given.table else given.task or TASKS:
-        found = observe(task, given.steps, given.inner, given.model, given.data)
-        rows = [row for row in rows if row["task"] != task] + found
+        found = observe(task, **settings)
+        rows = [row for row in rows if not {"task": task, **settings}.items() <= row.items()] + found
         write_results("concentration", rows, out=path, seed=0)
+    rows = [row for row in rows if settings.items() <= row.items()]
     console = Console()
     for row in rows:
         for table in (*TABLES, by_layer):
             console.print(table(row))
     if given.page:
-        fill(PAGE, "concentration", "\n".join(markdown(table(row)) for row in rows for table in TABLES))
+        fill(PAGE, "concentration", page(rows))
         title = "Share of a matrix's squared gradient norm in the top 10% of its longer side"
         PICTURE.write_text(picture(lambda of: of.print(Columns(map(by_layer, rows), padding=(0, 6))), title, 120))
     return 0

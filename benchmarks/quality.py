@@ -252,6 +252,20 @@ def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
     return made
 
 
+def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """A table of each task's measures that are known."""
+    return [
+        table(rows, task, measure)
+        for task in TASKS
+        for measure in next((row["scores"] for row in rows if row["task"] == task), ())
+    ]
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """What docs/quality.md has of the results."""
+    return "\n".join(map(markdown, tables(rows)))
+
+
 def known(path: Path) -> list[dict[str, Any]]:
     """The rows of a results file; none if there is none."""
     return list(json.loads(path.read_text())["rows"]) if path.exists() else []
@@ -298,15 +312,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_results("quality", rows, out=path)
         console.print(f"{run.task}, {run.rule}, seed {run.seed}: {rows[-1]['seconds']:.0f} s", highlight=False)
     alike = [row for row in rows if settings.items() <= row.items()]
-    tables = [
-        table(alike, task, measure)
-        for task in TASKS
-        for measure in next((row["scores"] for row in alike if row["task"] == task), ())
-    ]
-    for each in tables:
+    for each in tables(alike):
         console.print(each)
     if given.page:
-        fill(PAGE, "quality", "\n".join(map(markdown, tables)))
+        fill(PAGE, "quality", page(alike))
     return 0
 
 

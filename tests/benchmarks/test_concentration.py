@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
+from benchmarks import concentration, quality
+from benchmarks.common import RESULTS, fill
 from benchmarks.concentration import FIRST, LAGS, Matrix, averages, held, jaccard, main, top, update_norms
 from tests.support.small_texts import REVIEWS, save_tiny_model
 
@@ -70,7 +73,8 @@ def test_run_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "reviews.tsv").write_text(rows)
     out = tmp_path / "concentration.json"
     given = ["--task", "reviews", "--steps", str(STEPS), "--inner", "eager", "--model", str(tmp_path / "model")]
-    assert main([*given, "--data", str(tmp_path / "reviews.tsv"), "--out", str(out)]) == 0
+    given += ["--data", str(tmp_path / "reviews.tsv"), "--out", str(out)]
+    assert main(given) == 0
     (row,) = json.loads(out.read_text())["rows"]
     assert len(row["losses"]) == STEPS
     assert sum(each["norm"] for each in row["matrices"]) == pytest.approx(1.0, rel=1e-3)
@@ -79,8 +83,27 @@ def test_run_of_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             ordered = [each[f"{side}, {ratio}"] for ratio in ("1%", "5%", "10%")]
             assert 0 <= ordered[0] <= ordered[1] <= ordered[2] <= each["norm"]
     said = capsys.readouterr().out
-    assert main(["--table", "--out", str(out)]) == 0
+    assert main([*given, "--table"]) == 0
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("study", [concentration, quality], ids=["concentration", "quality"])
+def test_page_agrees_with_the_results_file(study: Any, tmp_path: Path) -> None:
+    name = study.__name__.rpartition(".")[2]
+    copy = tmp_path / "quality.md"
+    copy.write_text(study.PAGE.read_text())
+    fill(copy, name, study.page(study.known(RESULTS / f"{name}.json")))
+    assert copy.read_text() == study.PAGE.read_text(), f"run python -m benchmarks {name} --table --page"
+
+
+def test_results_of_other_settings_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are neither shown nor replaced."""
+    out = tmp_path / "concentration.json"
+    out.write_text((RESULTS / "concentration.json").read_text())
+    assert main(["--table", "--steps", "100", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["--table", "--out", str(out)]) == 0
+    assert "reviews: squared gradient norm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
