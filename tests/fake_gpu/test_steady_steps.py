@@ -65,7 +65,8 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
         if key not in known:
             path = tmp_path_factory.mktemp("steady") / "calls"
             arguments = ["-m", "tests.fake_gpu.programs.steady_steps", str(path), given]
-            switches = {} if queue is None else {"QUEUE": str(queue), "KERNEL_NS": "20000"}
+            # Kernels that take 50 times as long as their launches: the queue is full for sure.
+            switches = {} if queue is None else {"QUEUE": str(queue), "KERNEL_NS": "2000000"}
             done = run(arguments, computes=False, triton="launch", switches=switches)
             assert done.returncode == 0, done.stdout[-4000:]
             found = json.loads(done.stdout.splitlines()[-1])
@@ -94,9 +95,10 @@ def test_nothing_is_allocated_or_loaded(measure: Measure, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_device_goes_idle_while_no_python_runs(measure: Measure, case: str) -> None:
-    """After the forward, the backward and the step a C function with Python's lock waits for all streams.
+    """The device is held until the forward, the backward and the step are queued.
 
-    A stream that waited for a job that Python must run would never end; the fake GPU aborts such a process.
+    Then a C function with Python's lock lets it go on, and waits for all streams. A stream that waited for a job that
+    Python must run would never end; the fake GPU aborts such a process.
     """
     steps = measure(case, pause=True)
     assert steps.of({"paused"}, "blocked with the GIL") > 0

@@ -27,6 +27,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace fake {
 
@@ -42,6 +43,7 @@ enum Error : int {
   kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
+  kInvalidHandle = 400,
   kNotFound = 500,
   kNotReady = 600,
   kAssert = 710,
@@ -72,14 +74,16 @@ void push(Stream* stream, const char* call, std::function<void()> work);
 bool idle(Stream* stream);
 void wait(Stream* stream, const char* call);
 void wait_for_all(const char* call);
+// Until no stream's thread is inside of work that was pushed before, also on a dead device; not counted.
+void drain();
 
-Event* new_event();
+Event* new_event(bool timed);
 void free_event(Event* event);
 void record(Event* event, Stream* stream);
 bool reached(Event* event);
 void wait(Event* event, const char* call);
 void wait(Stream* stream, Event* event);
-bool elapsed(Event* first, Event* last, float* milliseconds);
+Error elapsed(Event* first, Event* last, float* milliseconds);
 
 void write_value(Stream* stream, uint64_t address, uint32_t value);
 void wait_value(Stream* stream, uint64_t address, uint32_t value, unsigned condition);
@@ -109,8 +113,10 @@ void set_32(void* target, uint32_t value, size_t count, Stream* stream);
 int devices();
 int attribute(int number);
 
-// A thread's context: which is current, and the one of all devices.
-void*& context();
+// A thread's contexts, of which the last one is current, and the one of all devices.
+std::vector<void*>& contexts();
+void* context();
+void set_context(void* given);
 void* primary_context();
 
 }  // namespace fake

@@ -11,9 +11,16 @@ int devices() {
   return number;
 }
 
-void*& context() {
-  thread_local void* current = nullptr;
-  return current;
+std::vector<void*>& contexts() {
+  thread_local std::vector<void*> stack;
+  return stack;
+}
+
+void* context() { return contexts().empty() ? nullptr : contexts().back(); }
+
+void set_context(void* given) {
+  if (!contexts().empty()) contexts().pop_back();
+  if (given != nullptr) contexts().push_back(given);
 }
 
 void* primary_context() {

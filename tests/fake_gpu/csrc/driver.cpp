@@ -101,16 +101,17 @@ API cuCtxGetCurrent(void** found) {
   return kSuccess;
 }
 API cuCtxSetCurrent(void* given) {
-  context() = given;
+  set_context(given);
   return kSuccess;
 }
 API cuCtxPushCurrent_v2(void* given) {
-  context() = given;
+  contexts().push_back(given);
   return kSuccess;
 }
 API cuCtxPopCurrent_v2(void** found) {
+  if (contexts().empty()) return kInvalidContext;
   *found = context();
-  context() = nullptr;
+  contexts().pop_back();
   return kSuccess;
 }
 API cuCtxGetDevice(int* device) {

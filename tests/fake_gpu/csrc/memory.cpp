@@ -84,6 +84,7 @@ void* device_alloc(size_t bytes) {
 Error device_free(void* address) {
   if (address == nullptr) return kSuccess;
   wait_for_all("cudaFree");
+  drain();
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = ranges.find(reinterpret_cast<uintptr_t>(address));
   if (found == ranges.end() || found->second.kind != kDevice) return kInvalidValue;
@@ -158,14 +159,15 @@ void copy(void* target, const void* source, size_t bytes, Stream* stream, bool b
 
 void copy_2d(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t width, size_t height,
              Stream* stream) {
-  const Kind to = kind_of(target);
-  count("cudaMemcpy2DAsync", direction(to, kind_of(source)), width * height);
+  const Kind to = kind_of(target), from = kind_of(source);
+  count("cudaMemcpy2DAsync", direction(to, from), width * height);
   push(stream, "cudaMemcpy2DAsync", [=] {
     for (size_t row = 0; row < height; ++row) {
       write(static_cast<char*>(target) + row * target_pitch, static_cast<const char*>(source) + row * source_pitch, width,
             to);
     }
   });
+  if (to == kPageable || from == kPageable) wait(stream, "cudaMemcpy2DAsync");
 }
 
 void set(void* target, int value, size_t bytes, Stream* stream) {

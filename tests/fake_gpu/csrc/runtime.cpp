@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <string>
 
 #include "device.h"
@@ -32,13 +33,16 @@ cudaError_t keep(int error) {
 
 // The runtime makes the primary context current in a thread that has none.
 void enter() {
-  if (context() == nullptr) context() = primary_context();
+  if (context() == nullptr) set_context(primary_context());
 }
 
 void called(const char* call, const char* kind = "", uint64_t bytes = 0) {
   enter();
   count(call, kind, bytes);
 }
+
+// Libraries are loaded, and symbols are looked up, while other threads launch.
+std::mutex registry_mutex;
 
 auto& kernel_names() {
   static auto& names = *new std::map<const void*, std::string>;
@@ -56,6 +60,7 @@ auto& symbols() {
 }
 
 const char* name_of(const void* function) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
   const auto found = kernel_names().find(function);
   return found == kernel_names().end() ? "unknown" : found->second.c_str();
 }
@@ -117,9 +122,11 @@ API_OF(void) __cudaUnregisterFatBinary(void**) {}
 API_OF(char) __cudaInitModule(void**) { return 1; }
 API_OF(void) __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*,
                                     int*) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
   kernel_names()[host] = name;
 }
 API_OF(void) __cudaRegisterVar(void**, char* host, char*, const char*, int, size_t bytes, int, int) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
   symbols()[host] = {bytes, nullptr};
 }
 API __cudaGetKernel(void** kernel, const void* function) {
@@ -182,6 +189,7 @@ API cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const vo
   return cudaSuccess;
 }
 API cudaGetSymbolAddress(void** address, const void* symbol) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
   Symbol& found = symbols()[symbol];
   if (found.address == nullptr) found.address = device_alloc(found.bytes != 0 ? found.bytes : 4096);
   *address = found.address;
@@ -205,7 +213,7 @@ API cudaGetDevice(int* device) {
 API cudaSetDevice(int device) {
   if (device < 0 || device >= devices()) return keep(kInvalidDevice);
   current_device = device;
-  context() = primary_context();
+  set_context(primary_context());
   return keep(0);
 }
 API cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
@@ -429,9 +437,9 @@ API cudaStreamWaitEvent(void* stream, void* event, unsigned) {
   if (fault() == kSuccess) wait(stream_of(stream), static_cast<Event*>(event));
   return keep(0);
 }
-API cudaEventCreateWithFlags(void** event, unsigned) {
+API cudaEventCreateWithFlags(void** event, unsigned flags) {
   called("cudaEventCreate");
-  *event = new_event();
+  *event = new_event((flags & cudaEventDisableTiming) == 0);
   return keep(0);
 }
 API cudaEventCreate(void** event) { return cudaEventCreateWithFlags(event, 0); }
@@ -455,8 +463,7 @@ API cudaEventSynchronize(void* event) {
   return keep(0);
 }
 API cudaEventElapsedTime(float* milliseconds, void* first, void* last) {
-  const bool known = elapsed(static_cast<Event*>(first), static_cast<Event*>(last), milliseconds);
-  return keep(known ? kSuccess : kNotReady);
+  return keep(elapsed(static_cast<Event*>(first), static_cast<Event*>(last), milliseconds));
 }
 
 // ---- what this does not have

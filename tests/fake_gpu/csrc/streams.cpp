@@ -39,23 +39,28 @@ uint64_t now_ns() {
   return now.tv_sec * 1'000'000'000ull + now.tv_nsec;
 }
 
-// Blocks the calling thread as the real call would, and counts that it did.
+// Blocks the calling thread. A wait that takes too long ends the process with its name.
+template <class Predicate>
+void wait_until(const char* call, Predicate done) {
+  const bool gil = holds_gil();
+  const uint64_t begin = now_ns();
+  std::unique_lock<std::mutex> lock(ended_mutex);
+  while (!done()) {
+    ended.wait_for(lock, kPoll);
+    if (now_ns() - begin > kHangNs) {
+      std::fprintf(stderr, "fake GPU: %s has waited for %lu s, %s Python's lock\n", call,
+                   static_cast<unsigned long>(kHangNs / 1'000'000'000ull), gil ? "with" : "without");
+      std::abort();
+    }
+  }
+}
+
+// Blocks the calling thread as the real call would, until the device dies at most, and counts that it did.
 template <class Predicate>
 void block_until(const char* call, Predicate done) {
   if (done()) return;
   const bool gil = holds_gil();
-  const uint64_t begin = now_ns();
-  {
-    std::unique_lock<std::mutex> lock(ended_mutex);
-    while (!done() && fault() == kSuccess) {
-      ended.wait_for(lock, kPoll);
-      if (now_ns() - begin > kHangNs) {
-        std::fprintf(stderr, "fake GPU: %s has waited for %lu s, %s Python's lock\n", call,
-                     static_cast<unsigned long>(kHangNs / 1'000'000'000ull), gil ? "with" : "without");
-        std::abort();
-      }
-    }
-  }
+  wait_until(call, [&] { return done() || fault() != kSuccess; });
   count(call, gil ? "blocked with the GIL" : "blocked");
 }
 
@@ -122,6 +127,7 @@ struct Mark {
 
 // An event is what it was last recorded as: a wait that has begun is not moved by a later recording.
 struct Event {
+  const bool timed;
   std::mutex mutex;
   std::shared_ptr<Mark> mark;
 
@@ -175,16 +181,27 @@ void wait(Stream* stream, const char* call) {
   block_until(call, [&] { return stream->done.load() >= pushed; });
 }
 
-void wait_for_all(const char* call) {
-  std::vector<Stream*> all;
-  {
-    std::lock_guard<std::mutex> lock(streams_mutex);
-    all = streams;
-  }
-  for (Stream* stream : all) wait(stream, call);
+namespace {
+
+std::vector<Stream*> all_streams() {
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  return streams;
 }
 
-Event* new_event() { return new Event; }
+}  // namespace
+
+void wait_for_all(const char* call) {
+  for (Stream* stream : all_streams()) wait(stream, call);
+}
+
+void drain() {
+  for (Stream* stream : all_streams()) {
+    const uint64_t pushed = stream->count_pushed();
+    wait_until("drain", [=] { return stream->done.load() >= pushed; });
+  }
+}
+
+Event* new_event(bool timed) { return new Event{timed}; }
 
 void free_event(Event* event) { delete event; }
 
@@ -215,11 +232,12 @@ void wait(Stream* stream, Event* event) {
   push(stream, "cudaStreamWaitEvent", [mark] { stall_until([&] { return mark->reached.load(); }); });
 }
 
-bool elapsed(Event* first, Event* last, float* milliseconds) {
+Error elapsed(Event* first, Event* last, float* milliseconds) {
   const auto begin = first->get(), end = last->get();
-  if (begin == nullptr || end == nullptr || !begin->reached || !end->reached) return false;
+  if (!first->timed || !last->timed || begin == nullptr || end == nullptr) return kInvalidHandle;
+  if (!begin->reached || !end->reached) return kNotReady;
   *milliseconds = static_cast<float>((static_cast<double>(end->ns) - static_cast<double>(begin->ns)) / 1e6);
-  return true;
+  return kSuccess;
 }
 
 void write_value(Stream* stream, uint64_t address, uint32_t value) {
@@ -264,11 +282,21 @@ extern "C" void fake_gpu_hold(void* stream, const uint32_t* address, uint32_t va
 extern "C" void fake_gpu_wait_uncounted(void* stream) {
   fake::Stream* found = fake::stream_of(stream);
   const uint64_t pushed = found->count_pushed();
-  fake::stall_until([=] { return found->done.load() >= pushed; });
+  if (found->done.load() < pushed) {
+    fake::wait_until("an operator", [=] { return found->done.load() >= pushed; });
+  }
 }
 
 extern "C" void fake_gpu_push(void* stream, void (*work)(void*), void* argument) {
   fake::push(fake::stream_of(stream), "kernel", [=] { work(argument); });
+}
+
+// Opens the number that holds the default stream, and waits for all streams. Returns whether anything was left to do.
+extern "C" int fake_gpu_release_and_wait(uint32_t* address, uint32_t value) {
+  const bool busy = !fake::idle(fake::stream_of(nullptr));
+  __atomic_store_n(address, value, __ATOMIC_RELEASE);
+  fake::wait_for_all("paused");
+  return busy;
 }
 
 extern "C" void fake_gpu_wait_for_all() { fake::wait_for_all("paused"); }

@@ -59,22 +59,36 @@ def main() -> None:
     compiled = torch.compile(model, backend="zenflow", options={"inner": inner}, dynamic=False)
     tokens = torch.randint(0, 1024, (2, 128)).to(DEVICE)
 
+    held: list[ctypes.c_uint32] = []
+
+    def hold() -> None:
+        """Keep the device from all that is queued from now on, until ``pause``."""
+        held.append(ctypes.c_uint32(0))
+        fake.fake_gpu_hold(None, ctypes.byref(held[-1]), ctypes.c_uint32(1))
+
     def pause() -> None:
         """Let the device do all that is queued while no Python runs; the fake GPU aborts the process if it cannot."""
-        if given.get("pause"):
-            fake.fake_gpu_wait_for_all()
+        assert fake.fake_gpu_release_and_wait(ctypes.byref(held[-1]), ctypes.c_uint32(1)), "nothing was queued"
 
     for step in range(WARM_UP + STEPS):
+        # Earlier steps read numbers of the device, and would wait for it.
+        pausing = given.get("pause") and step >= WARM_UP
         if step == WARM_UP:
+            fake.fake_gpu_wait_for_all()
             fake.fake_gpu_reset()
-        loss = compiled(tokens)
-        pause()
-        loss.backward()
-        pause()
-        if given.get("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        pause()
+        for phase in ("forward", "backward", "step"):
+            if pausing:
+                hold()
+            if phase == "forward":
+                loss = compiled(tokens)
+            elif phase == "backward":
+                loss.backward()
+            else:
+                if given.get("clip"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            if pausing:
+                pause()
         optimizer.zero_grad()
     assert fake.fake_gpu_write_counts(path.encode()) == 0
     engine = optimizer.engine
