@@ -4,7 +4,7 @@
 # make train-ranks  train the GPT on two ranks of this machine, which divide the optimizer's state
 # make train-sharded  train it sharded over two ranks, each of which has a part of the weights, too
 # make test       tier 1 of the tests: every behavior once, in at most 8 minutes
-# make test-ci    tiers 1 and 2, and the part of tier 3 that the commit draws, in at most 31 minutes
+# make test-ci    tiers 1 and 2, and the part of tier 3 that the commit draws, in at most 25 minutes
 # make test-long  all tests that need no GPU; takes hours
 # make mutants    prove that the tests find the defects of tests/mutants; takes hours
 # make test-gpu   the tests that need a GPU

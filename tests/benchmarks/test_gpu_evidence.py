@@ -289,7 +289,6 @@ def test_part_without_a_number_has_failed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tiny_gpu_training(folder: Path) -> None:
     rows = tiny(folder, "gpu_training")
     assert {row["test"].partition("::")[0] for row in rows} >= {"tests/gpu/test_training.py"}
@@ -298,7 +297,6 @@ def test_tiny_gpu_training(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tiny_syncs(folder: Path) -> None:
     rows = tiny(folder, "syncs")
     kinds = {(row["step"], row["clip_grad_norm"]) for row in rows}
@@ -309,7 +307,6 @@ def test_tiny_syncs(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tiny_trace(folder: Path) -> None:
     (row,) = tiny(folder, "trace")
     assert row["left_out"] == "busy time and overlap: CUPTI needs a CUDA device"
@@ -317,14 +314,12 @@ def test_tiny_trace(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tiny_profiler(folder: Path) -> None:
     (row,) = tiny(folder, "profiler")
     assert row["profiled_over_plain"]["n"] == 2
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tiny_host_adam(folder: Path) -> None:
     rows = tiny(folder, "host_adam")
     measured = [row for row in rows if "gb_per_s" in row]
@@ -334,7 +329,6 @@ def test_tiny_host_adam(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tiny_peers(folder: Path) -> None:
     *offloaded, alone, adamw = tiny(folder, "peers_32k_clip")
     assert [row["system"] for row in (*offloaded, alone, adamw)] == ["zenflow", "forward_backward", "adamw"]
@@ -349,7 +343,6 @@ def test_tiny_peers(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tiny_policies_stride(folder: Path) -> None:
     rows = [row for row in tiny(folder, "policies_stride") if row["system"] != "forward_backward"]
     assert {row["stride"] for row in rows} >= {1, None}
@@ -473,7 +466,6 @@ def test_prediction_stands_next_to_measurement(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_prediction_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen2.5-3B's shapes on a machine with doctor's numbers of one, without that machine."""
     pytest.importorskip("transformers")

@@ -49,7 +49,6 @@ def test_end_to_end(results: Path, tmp_path: Path) -> None:
     assert all("setup_deepspeed.sh" in row["skipped"] for row in rows if row not in measured)
 
 
-@pytest.mark.slow
 def test_compiled_kernel_decides_the_targets(results: Path) -> None:
     sizes = ["--params", "0.01", "--slots", "2", "--dtype", "bf16", "--threads", "1", "--rounds", "2"]
     assert host_adam.main([*sizes, "--kernel", "copy", "ours", "fused"]) == 0

@@ -38,7 +38,6 @@ def test_turn_must_hold_whole_windows(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_end_to_end(results: Path) -> None:
     sizes = ["--model", "tiny", "--inner", "eager", "--rounds", "2", "--steps", "8", "--profile", "8"]
     assert level_steps.main(sizes) == 0

@@ -93,7 +93,6 @@ def test_wrong_options_are_refused(arguments: list[str], says: str, capsys: pyte
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_end_to_end(results: Path, tmp_path: Path) -> None:
     sizes = ["--model", "tiny", "--inner", "eager", "--rounds", "2", "--steps", "4", "--pilot", "4", "--threads", "1"]
     systems = ["--system", "adamw", "zenflow", "deepspeed_zenflow", "--deepspeed-python", str(tmp_path / "python")]

@@ -25,7 +25,6 @@ def test_waiting_jobs(results: Path) -> None:
     assert row["waiting"]["n"] == row["alone again"]["n"] == 2
 
 
-@pytest.mark.slow
 def test_profiler_overhead(results: Path) -> None:
     assert profiler_overhead.main(["--rounds", "2", "--steps", "2", "--layers", "2", "--width", "64"]) == 0
     (row,) = json.loads((results / "profiler_overhead.json").read_text())["rows"]

@@ -74,7 +74,6 @@ def activation_bytes(config: DeviceConfig, text: Text) -> int:
 
 
 @ON_CPU
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_model_larger_than_the_limit_trains(repeating_text: Text) -> None:
     torch.compiler.reset()

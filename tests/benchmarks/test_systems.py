@@ -75,7 +75,6 @@ def test_deepspeed_configs_differ_in_one_section() -> None:
     assert offload["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 
-@pytest.mark.slow
 def test_two_ranks_train_comparably() -> None:
     """Under DDP, and with a process group: the same losses of the first rank, and bytes that are counted."""
     found = []
@@ -90,7 +89,6 @@ def test_two_ranks_train_comparably() -> None:
 
 
 @needs_deepspeed
-@pytest.mark.slow
 @pytest.mark.parametrize("system", DEEPSPEED)
 def test_deepspeed_trains_comparably(system: str, adamw: list[float]) -> None:
     case = Case(system=system, model="tiny", inner="eager", cores=(0,))

@@ -73,7 +73,6 @@ def test_loop_with_inference_trains() -> None:
     assert_trained(before, model)
 
 
-@pytest.mark.slow
 def test_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

@@ -78,9 +78,7 @@ def chain_weights(compiled: dict[str, Any] | None, options: dict[str, Any]) -> l
     return weights
 
 
-@pytest.mark.parametrize(
-    "compiled", [EAGER_BACKEND, pytest.param({"backend": "zenflow"}, marks=pytest.mark.slow)], ids=["eager", "inductor"]
-)
+@pytest.mark.parametrize("compiled", [EAGER_BACKEND, {"backend": "zenflow"}], ids=["eager", "inductor"])
 def test_slow_copy_survives_reused_gradient_memory(compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies start 10 ms late, when the compiler has long given the gradient's memory to the next layer's."""
     options = {"update_interval": 1}

@@ -106,7 +106,6 @@ def test_recompiled_graphs_find_weights(trained: Trained) -> None:
         trained.weight.norm()
 
 
-@pytest.mark.slow
 def test_inductor_takes_unloaded_weights() -> None:
     trained, other = Trained(backend="zenflow"), Trained()
     trained.train(2, rows=4)

@@ -39,7 +39,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: nn.Embedding(24, 24),
     "dropout": lambda: nn.Dropout(0.0),
 }
-INNER = [pytest.param("eager"), pytest.param("inductor", marks=pytest.mark.slow)]
+INNER = ["eager", "inductor"]
 
 
 def inputs(step: int) -> Tensor:

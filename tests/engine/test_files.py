@@ -440,7 +440,6 @@ os.replace(directory + "/weights.new", directory + "/weights")
 
 
 @pytest.mark.matrix(2)
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting"])
 def test_killed_process_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:

@@ -135,7 +135,6 @@ def test_own_writes_are_not_external(policy: dict[str, Any], dtype: torch.dtype,
     assert not any(each.weights.written_by_others for each in engine.offloaded.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [POLICIES["zenflow"], STALE], ids=["S=1", "stale"])
 def test_views_train_under_inductor(options: dict[str, Any]) -> None:
     entry = {"backend": "zenflow"}

@@ -487,7 +487,6 @@ def test_no_read_between_steps_is_stale(policy: str, entry: dict[str, Any] | Non
     assert (refused > 0) == overlaps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["zenflow", "windows", "auto"])
 @pytest.mark.parametrize("steps", [24, pytest.param(200, marks=pytest.mark.long)])
 def test_no_read_is_stale_under_inductor(policy: str, steps: int, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def train(case: Callable[..., Step], inner: str | None, policy: str, in_backward
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["optimizer", "in_backward"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", [tied_later, called_with_same], ids=lambda case: case.__name__)

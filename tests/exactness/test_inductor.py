@@ -14,8 +14,6 @@ from tests.support.trajectories import each_member, largest_difference, plain_ad
 from tests.support.zoo import BY_NAME, Member
 from zenflow_compile.runtime.parameters import offloaded_param
 
-pytestmark = pytest.mark.slow
-
 COMPILED = ["mlp", "conv_batch_norm", "gpt"]
 
 

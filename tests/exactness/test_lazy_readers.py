@@ -21,7 +21,7 @@ from zenflow_compile.passes import update_parameters
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 # Large parameters have an op of their own. If these small ones shared one, updates would come after all reads anyway.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ungrouped")]
+pytestmark = pytest.mark.usefixtures("ungrouped")
 
 STEPS = 5
 OPTIONS = {"lr": 3e-2, "update_interval": 1, "topk_ratio": 0.25}

@@ -85,7 +85,6 @@ def test_offloaded_weights_change_no_number(member: Member, steps: list[Seen]) -
     assert largest_difference(offloaded, plain, member) == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @each_member(["mlp", "conv_batch_norm", "gpt_tied", "gpt_autocast", "llama"])
 def test_inductor_reads_loaded_weights(member: Member, steps: list[Seen]) -> None:

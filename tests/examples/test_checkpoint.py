@@ -170,7 +170,7 @@ def refused(path: Path, content: bytes, previous: Path) -> None:
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize("trials", [range(30), pytest.param(range(30, 230), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [range(30), range(30, 230)])
 def test_random_damage_is_an_error_that_names_files(trials: range, tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step()

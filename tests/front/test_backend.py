@@ -23,7 +23,7 @@ from zenflow_compile.planning.plan import Placement
 EAGER = {"inner": "eager"}
 BOTH = [
     pytest.param({"inner": "eager"}, id="eager"),
-    pytest.param({}, id="inductor", marks=pytest.mark.slow),
+    pytest.param({}, id="inductor"),
 ]
 
 

@@ -71,7 +71,6 @@ def last_line(script: str, argument: str, cache: Path) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_inductor_and_zenflow_share_a_cache(tmp_path: Path) -> None:
     """AOTAutograd's cache does not see our passes: with it on, the second process would load the first one's graphs."""
     ours, plain, ours_again = (run(name, tmp_path) for name in ("zenflow", "inductor", "zenflow"))
@@ -85,7 +84,6 @@ def test_inductor_and_zenflow_share_a_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_another_topk_ratio_is_another_cache_entry(tmp_path: Path) -> None:
     """Shapes of our nodes' results depend on the plan, which the nodes only name by number."""
     alone = last_line(TWO_RATIOS, "0.5", tmp_path / "alone")

@@ -111,7 +111,6 @@ def test_pending_gradients_and_overlap_agree(pending: dict[str, object], dtype: 
     assert distance(found[0], start) > 0
 
 
-@pytest.mark.slow
 def test_slow_copies_read_complete_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy waits for a millisecond of sleep on its stream, so that a reused gradient buffer would show."""
     submit = stream_lane.StreamLane.submit

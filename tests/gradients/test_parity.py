@@ -166,7 +166,6 @@ def test_gradient_of_inputs_alone_moves_no_weight() -> None:
     compare_in_backward(loop)
 
 
-@pytest.mark.slow
 def test_gradient_of_inputs_under_inductor() -> None:
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
@@ -236,7 +235,6 @@ def test_gradients_of_some_parameters_train_nothing(entry: dict[str, Any] | None
     compare(loop, entry)
 
 
-@pytest.mark.slow
 def test_gradients_of_parameters_under_inductor() -> None:
     def loop(model: nn.Module, call: Call, optimizer: Optimizer) -> Numbers:
         for step in range(STEPS):
@@ -253,7 +251,6 @@ def test_gradients_of_parameters_under_inductor() -> None:
 # A forward before the step
 
 
-@pytest.mark.slow
 def test_hooks_of_equal_layers_under_inductor() -> None:
     """The memory of one gradient is used again for the next one, before autograd calls the hooks of the first."""
 

@@ -317,7 +317,6 @@ def test_skipped_step_changes_nothing(entry: dict[str, Any] | None) -> None:
     assert difference(with_overflow, without) <= 1e-6
 
 
-@pytest.mark.slow
 def test_grad_scaler_under_inductor_equals_adamw() -> None:
     compare(scaled(clipped=True), INDUCTOR, effect=plain, rel=1e-5)
 

@@ -221,7 +221,6 @@ def test_loop_matrix(
 
 @mock.patch.dict(EAGER_BACKEND, options={})
 @pytest.mark.long
-@pytest.mark.slow
 def test_inductor_loop() -> None:
     check("model.compile", ("norm", 0.5), 2, "bf16")
 

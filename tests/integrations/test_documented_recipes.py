@@ -61,15 +61,8 @@ def _vision_inputs() -> dict[str, Any]:
     return {"vision_model": timm.models.VisionTransformer(**sizes), "image_loader": DataLoader(images, batch_size=4)}
 
 
-def _cases() -> list[Any]:
-    """Mark the slow recipe: the Trainer passes no options to ``torch.compile``, so a backend's name means Inductor."""
-    slow = [title for title, code in RECIPES.items() if "torch_compile_backend" in code]
-    assert slow
-    return [pytest.param(title, marks=[pytest.mark.slow] * (title in slow)) for title in RECIPES if title != SHARDED]
-
-
 @pytest.mark.matrix(2)
-@pytest.mark.parametrize("title", _cases())
+@pytest.mark.parametrize("title", [title for title in RECIPES if title != SHARDED])
 def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = _vision_inputs() if title == "timm" else _inputs()

@@ -155,7 +155,6 @@ def test_fabric_equals_adamw(precision: str, clip: str, entry: str) -> None:
     assert sum(dense_gradients(profile).values()) == (2 * STEPS if clip == "value" else 0)
 
 
-@pytest.mark.slow
 def test_inductor_graph_equals_adamw() -> None:
     loop = Loop(EXACT, "before", CLIPS["norm"], backend={"backend": "zenflow"}).run(0, STEPS)
     assert_equal(loop, adamw("norm", "32-true"))

@@ -283,9 +283,7 @@ class WholeStep(Regression):
         return
 
 
-@pytest.mark.parametrize(
-    "backend", [EAGER_BACKEND, pytest.param({"backend": "zenflow"}, marks=pytest.mark.slow)], ids=["eager", "inductor"]
-)
+@pytest.mark.parametrize("backend", [EAGER_BACKEND, {"backend": "zenflow"}], ids=["eager", "inductor"])
 def test_compiled_lightning_module(backend: dict[str, Any]) -> None:
     """Lightning unwraps it, and compiles ``training_step`` and ``validation_step``."""
     expected, module = WholeStep(), WholeStep(EXACT)

@@ -176,7 +176,6 @@ def test_script_equals_adamw(entry: dict[str, Any] | None) -> None:
     assert dense_gradients(profile) == {}
 
 
-@pytest.mark.slow
 def test_script_under_inductor_equals_adamw() -> None:
     assert_equal_to_adamw(script(EXACT, {"backend": "zenflow"}))
 

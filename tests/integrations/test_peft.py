@@ -173,7 +173,6 @@ def test_compiled_matrix(name: str, everything: bool) -> None:
 
 @mock.patch.dict(EAGER_BACKEND, options={})
 @pytest.mark.long
-@pytest.mark.slow
 def test_inductor_lora() -> None:
     check("r64", compiled=True, everything=False)
 

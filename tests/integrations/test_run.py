@@ -99,7 +99,6 @@ def test_loop_equals_adamw(compiled: list[str], tmp_path: Path, capsys: pytest.C
     assert all(option in lines[0] for option in options.split(", "))
 
 
-@pytest.mark.slow
 def test_inductor_becomes_the_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plainly("loop.py", tmp_path / "adamw.pt", "compile", "inductor")
     under_run(EXACT, "loop.py", tmp_path / "ours.pt", "compile", "inductor")
@@ -112,7 +111,6 @@ def test_compiler_is_left_alone_if_asked(tmp_path: Path, capsys: pytest.CaptureF
     assert not any("compile" in line for line in said(capsys))
 
 
-@pytest.mark.slow
 def test_model_is_compiled_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plainly("accelerate_loop.py", tmp_path / "adamw.pt")
     under_run([*EXACT, "--compile"], "accelerate_loop.py", tmp_path / "ours.pt")

@@ -114,7 +114,7 @@ def reference(scaled: bool = True) -> tuple[dict[str, Tensor], Numbers]:
 
 @pytest.mark.parametrize(
     "entry",
-    [*ENTRIES, pytest.param(INDUCTOR, marks=[pytest.mark.slow, pytest.mark.long])],
+    [*ENTRIES, pytest.param(INDUCTOR, marks=pytest.mark.long)],
     ids=[*ENTRY_IDS, "inductor"],
 )
 def test_scaled_gradients_equal_adamw(entry: dict[str, Any] | None) -> None:

@@ -382,7 +382,6 @@ def test_windows_do_not_depend_on_the_entry(feature: str) -> None:
         assert difference(other.weights, eager.weights) <= 1e-5
 
 
-@pytest.mark.slow
 def test_inductor_behind_torch_compile_backend() -> None:
     arguments = {"eval_strategy": "steps", "eval_steps": 3}
     run = train("named", EXACT, trainer=Trainer, **arguments)

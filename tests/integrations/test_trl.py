@@ -239,7 +239,6 @@ def test_compiled_matrix(name: str, tmp_path: Path) -> None:
 
 @mock.patch.dict(EAGER_BACKEND, options={})
 @pytest.mark.long
-@pytest.mark.slow
 def test_inductor_trainer(tmp_path: Path) -> None:
     check("sft_tokens_accumulated", tmp_path, compiled=True)
 

@@ -226,6 +226,5 @@ def test_windowed_moving_average_at_both_entries() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_vit_under_inductor_equals_adamw() -> None:
     assert compare("vit", NORM, {"backend": "zenflow"}).dense == {}

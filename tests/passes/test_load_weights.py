@@ -193,7 +193,7 @@ def results(call: Callable[..., Tensor], model: nn.Module, *, dtype: torch.dtype
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_graphs_read_loaded_weights(
     inner: str, name: str, dtype: torch.dtype | None, poisons: bool, close: list[Serving]
 ) -> None:
@@ -218,14 +218,12 @@ def test_graphs_read_loaded_weights(
         torch.testing.assert_close(one, other, rtol=0.0, atol=rounding * other.abs().max().item())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("views", marks=pytest.mark.long), "tied"])
 def test_inductor_reads_before_it_unloads(name: str, close: list[Serving]) -> None:
     """Casts, gathers and products, which Inductor would compute late."""
     test_graphs_read_loaded_weights("inductor", name, torch.bfloat16, True, close)
 
 
-@pytest.mark.slow
 def test_saved_convolution_weights_keep_their_layout(close: list[Serving]) -> None:
     """Inductor would load a converted copy. With resident state no other node writes to the weight."""
     model = MODELS["convolutions"]()
@@ -239,7 +237,7 @@ def test_saved_convolution_weights_keep_their_layout(close: list[Serving]) -> No
     assert not engine.present
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("name", ["layers", "tied", "late read"])
 def test_weights_are_updated_behind_their_last_load(inner: str, name: str, close: list[Serving]) -> None:
     """An optimizer in the backward: no load may find a weight of the next step."""
@@ -283,7 +281,7 @@ def test_budget_saves_loads(close: list[Serving]) -> None:
 
 @pytest.mark.parametrize("largest", [1, 2, 100])
 @pytest.mark.parametrize("name", ["views", "tied", "checkpoint", "weight norm", "convolutions"])
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_graphs_run_as_scheduled(
     inner: str, name: str, largest: int, close: list[Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +304,7 @@ def test_graphs_run_as_scheduled(
     assert not engine.present
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_shapes_may_change(inner: str, close: list[Serving]) -> None:
     """Weights are loaded by graphs of symbolic shapes, and traced while they have no memory."""
     model = MODELS["layers"]()
@@ -373,7 +371,7 @@ def test_weights_out_of_checkpointed_graphs_are_kept(close: list[Serving]) -> No
     assert engine.loads[read] == 2
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_no_cast_of_a_weight_is_saved(inner: str, close: list[Serving]) -> None:
     """Under autocast, too, the backward reads the weights themselves: all but that of the first layer."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))

@@ -16,7 +16,7 @@ from tests.support.served_weights import Serving
 
 pytestmark = pytest.mark.timeout(120)
 
-EACH_INNER = pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+EACH_INNER = pytest.mark.parametrize("inner", ["eager", "inductor"])
 
 
 @pytest.fixture
@@ -342,7 +342,6 @@ def test_operators_of_users_run_one_time(inner: str, serve: Callable[..., Servin
     assert torch.equal(torch.autograd.grad(out, x, torch.eye(8))[0], out.detach().t())
 
 
-@pytest.mark.slow
 def test_inductor_caches_graphs_that_load_weights(serve: Callable[..., Serving]) -> None:
     model = nn.Linear(8, 8)
     serve(model)
@@ -352,7 +351,6 @@ def test_inductor_caches_graphs_that_load_weights(serve: Callable[..., Serving])
     assert counters["inductor"]["fxgraph_cache_hit"] + counters["inductor"]["fxgraph_cache_miss"] == 2
 
 
-@pytest.mark.slow
 def test_joint_passes_of_users_run_too(serve: Callable[..., Serving]) -> None:
     seen: list[bool] = []
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

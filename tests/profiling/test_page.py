@@ -166,7 +166,6 @@ _SHARES = """
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.slow
 def test_browser_draws_the_shares(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(page([many(100_000)]), encoding="utf-8")
@@ -176,7 +175,6 @@ def test_browser_draws_the_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.slow
 def test_browser_zooms_and_describes(tmp_path: Path) -> None:
     events = [*known_run().events, event("worker 0", "host_update", 79, 80, step=8, param=EVIL)]
     path = tmp_path / "page.html"

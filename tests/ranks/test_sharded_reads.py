@@ -51,7 +51,6 @@ def reads(rank: int, policy: str, steps: int) -> tuple[int, float]:
     return raised, largest
 
 
-@pytest.mark.slow
 @pytest.mark.matrix(4)
 @pytest.mark.filterwarnings("ignore:policy=:UserWarning")
 @pytest.mark.parametrize("policy", ALL_POLICIES)

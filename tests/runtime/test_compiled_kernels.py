@@ -50,7 +50,6 @@ def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.matrix(3)
-@pytest.mark.slow
 @capabilities
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [QWEN_K, QWEN_GATE, LLAMA_DOWN])

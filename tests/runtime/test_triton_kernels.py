@@ -377,7 +377,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     assert ran == ["norms_and_split", "merge_columns", "adam_columns_", "quantize_slices_"]
 
 
-@pytest.mark.slow
+@pytest.mark.tier2  # nothing else computes with the kernels without a GPU
 @pytest.mark.skipif(INTERPRETED, reason="this process is the interpreter")
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("numpy", reason="Triton's interpreter computes with numpy")

@@ -107,7 +107,6 @@ def test_wheel_contents(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_installed_wheel_runs_the_readme_loop(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"

@@ -10,7 +10,7 @@ from tests.simulated.plain_training import equal, train
 from tests.simulated.process import in_simulator
 from tests.simulated.simulator import PATTERNS, Simulator
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(inductor.missing() is not None, reason=str(inductor.missing()))]
+pytestmark = pytest.mark.skipif(inductor.missing() is not None, reason=str(inductor.missing()))
 
 
 @pytest.mark.timeout(420)

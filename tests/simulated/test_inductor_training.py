@@ -41,7 +41,6 @@ def shown(name: str) -> bool:
     return not train(case, hazard=mutant.active).equals(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [pytest.param(name, marks=pytest.mark.long if n > 1 else ()) for n, name in enumerate(OPTIONS)]
 )
@@ -49,7 +48,6 @@ def test_mlp_equals_itself_in_order(simulated: SimulatedProcess, options: str) -
     assert simulated.call(differing, options, "mlp", timeout=200) == []
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", OPTIONS)
@@ -57,7 +55,6 @@ def test_gpt_equals_itself_in_order(simulated: SimulatedProcess, options: str) -
     assert simulated.call(differing, options, "gpt", timeout=500) == []
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", HAZARDS)
 def test_hazard_is_found_in_generated_code(simulated: SimulatedProcess, name: str) -> None:

@@ -21,6 +21,7 @@ from tests.support.tiers import (
     LIMITS,
     PARTS,
     ROOT,
+    SLOW_PARTS,
     START,
     TIER,
     Durations,
@@ -34,10 +35,9 @@ PROCESSES = 2
 
 def over_limits(items: list[pytest.Item], durations: Durations) -> dict[int, float]:
     """The tiers among ``items`` that take too long with those below them, and their seconds."""
-    sums = {
-        tier: wall_seconds(durations.total(item.nodeid for item in items if item.stash[TIER] <= tier), PROCESSES)
-        for tier in LIMITS
-    }
+    tests = {tier: [item for item in items if item.stash[TIER] <= tier] for tier in LIMITS}
+    tests[2] += drawn_by_commit(items, durations, 0)  # any other commit draws as much
+    sums = {tier: wall_seconds(durations.total(item.nodeid for item in tests[tier]), PROCESSES) for tier in LIMITS}
     return {tier: seconds for tier, seconds in sums.items() if seconds > LIMITS[tier]}
 
 
@@ -82,8 +82,9 @@ def cases(count: int, *marks: pytest.MarkDecorator) -> list[Any]:
     [
         (0.1, (), [6, 0, 0]),
         (1.0, (), [1, 5, 0]),
-        (10.0, (), [0, 6, 0]),
+        (10.0, (), [0, 0, 6]),
         (10.0, (pytest.mark.tier1,), [6, 0, 0]),
+        (10.0, (pytest.mark.tier2,), [0, 6, 0]),
         (0.1, (pytest.mark.matrix(3),), [2, 0, 4]),
         (1.0, (pytest.mark.matrix(3),), [1, 1, 4]),
         (0.1, (pytest.mark.long,), [0, 0, 6]),
@@ -102,23 +103,26 @@ def test_cases_by_tier(seconds: float, marks: tuple[pytest.MarkDecorator, ...], 
     assert (len(set(map(tuple, draws))) > 1) == (0 < expected[0] < 6)
 
 
-@pytest.mark.parametrize("seconds", [1.0, 10.0])
-def test_marked_case_is_in_tier_1(seconds: float) -> None:
+@pytest.mark.parametrize(("seconds", "others"), [(1.0, 2), (10.0, 3)])
+def test_marked_case_is_in_tier_1(seconds: float, others: int) -> None:
     durations = Durations()
     durations.update({"tests/a.py::test": seconds})
     items = [*cases(5), Case("test[marked]", (pytest.mark.tier1.mark,), number="marked")]
     assign(items, durations, 0)  # type: ignore[arg-type]
-    assert [item.stash[TIER] for item in items] == [2] * 5 + [1]
+    assert [item.stash[TIER] for item in items] == [others] * 5 + [1]
 
 
-@pytest.mark.parametrize(("marks", "rate"), [((), PARTS), ((5,), 5)])
-def test_commits_draw_equal_parts_of_tier_3(marks: tuple[int, ...], rate: int) -> None:
+@pytest.mark.parametrize(
+    ("marks", "rate"), [((pytest.mark.long(),), PARTS), ((pytest.mark.long(5),), 5), ((), SLOW_PARTS)]
+)
+def test_commits_draw_equal_parts_of_tier_3(marks: tuple[pytest.MarkDecorator, ...], rate: int) -> None:
     durations = Durations()
-    items = cases(100, pytest.mark.long(*marks))
+    durations.update({"tests/a.py::test": 10.0})
+    items = cases(90, *marks)
     assign(items, durations, 0)
     drawn = [[item.nodeid for item in drawn_by_commit(items, durations, 7 * rate + number)] for number in range(rate)]
     assert sorted(nodeid for part in drawn for nodeid in part) == sorted(item.nodeid for item in items)
-    assert {len(part) for part in drawn} == {100 // rate}
+    assert {len(part) for part in drawn} == {90 // rate}
 
 
 def test_outgrown_tiers_are_found() -> None:
@@ -128,6 +132,14 @@ def test_outgrown_tiers_are_found() -> None:
     assert over_limits(items, durations) == {}
     durations.update({"tests/a.py::test": (LIMITS[1] - START) * PROCESSES / 3 + 1})
     assert over_limits(items, durations).keys() == {1}
+
+
+def test_draw_counts_for_its_tier() -> None:
+    durations = Durations()
+    durations.update({"tests/a.py::test": 10.0})
+    items = cases(SLOW_PARTS * LIMITS[2] * PROCESSES // 10)
+    assign(items, durations, 0)
+    assert over_limits(items, durations).keys() == {2}
 
 
 def test_record_has_the_mean_of_cases(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 DURATIONS = ROOT / "tests" / "structure" / "durations.json"
 
 COMMANDS = {1: "make test", 2: "make test-ci", 3: "make test-long"}
-LIMITS = {1: 8 * 60, 2: 31 * 60}
-"""Seconds that a tier may take with those below it: on two quiet cores, without what sets the environment up."""
+LIMITS = {1: 8 * 60, 2: 25 * 60}
+"""Seconds that a tier may take with those below it: on two quiet cores, without what sets the environment up. Of tier 2
+with what a commit draws from tier 3."""
 
 START = 30.0
 """Seconds before the first test: processes start, import frameworks and collect."""
@@ -30,15 +31,21 @@ EACH_CASE = 0.12
 """Tier 1 runs one case of a test whose cases take longer, in seconds."""
 
 LONGEST = 3.0
-"""Tier 1 runs no test that takes longer, in seconds."""
+"""Seconds: tier 1 runs no case that takes longer, and tier 2 draws of those."""
+
+SLOW_PARTS = 3
+"""Each case that takes more than ``LONGEST`` runs with tier 2 at one of so many commits."""
 
 UNKNOWN = 1.0
 """What a test without a record counts as, in seconds."""
 
 PARTS = 10
-"""Each case of tier 3 runs with tier 2 at one of so many commits."""
+"""Each other case of tier 3 runs with tier 2 at one of so many commits."""
 
 TIER = pytest.StashKey[int]()
+
+RATE = pytest.StashKey[int]()
+"""A case of tier 3 runs with tier 2 at one of so many commits."""
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """The tests that were collected, of all tiers, in the ``stash`` of the configuration."""
@@ -90,7 +97,10 @@ def wall_seconds(test_seconds: float, processes: int) -> float:
 
 
 def assign(items: Sequence[pytest.Item], durations: Durations, seed: int) -> None:
-    """Give each item its tier, in ``item.stash[TIER]``. All processes of a run draw the same cases."""
+    """Give each item its tier, in ``item.stash[TIER]``, and those of tier 3 their rate, in ``item.stash[RATE]``.
+
+    All processes of a run draw the same cases.
+    """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         functions[item.nodeid.partition("[")[0]].append(item)
@@ -106,7 +116,10 @@ def assign(items: Sequence[pytest.Item], durations: Durations, seed: int) -> Non
         elif seconds <= LONGEST and matrix and not first:
             first = [draw.choice(matrix)]
         for case in cases:
-            case.stash[TIER] = 1 if case in first else 2 if case in matrix else 3
+            long = case.get_closest_marker("long")
+            each_commit = case in matrix and (seconds <= LONGEST or case.get_closest_marker("tier2"))
+            case.stash[TIER] = 1 if case in first else 2 if each_commit else 3
+            case.stash[RATE] = long.args[0] if long and long.args else SLOW_PARTS if case in matrix else PARTS
 
 
 def _drawn(cases: Sequence[pytest.Item], share: int, draw: random.Random) -> list[pytest.Item]:
@@ -125,14 +138,12 @@ def drawn_by_commit(items: Iterable[pytest.Item], durations: Durations, number: 
     """The items of tier 3 that run with tier 2 at a commit.
 
     Args:
-        number: of the commit: one of ``PARTS`` consecutive numbers draws each item, of a test marked ``long(rate)`` one
-            of so many.
+        number: of the commit: one of as many consecutive numbers as an item's rate draws it.
     """
     by_rate: dict[int, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if item.stash[TIER] == 3:
-            marker = item.get_closest_marker("long")
-            by_rate[marker.args[0] if marker and marker.args else PARTS][item.nodeid] = item
+            by_rate[item.stash[RATE]][item.nodeid] = item
     drawn: list[pytest.Item] = []
     for rate, of_rate in by_rate.items():
         seconds = {nodeid: durations.total([nodeid]) for nodeid in of_rate}
