@@ -78,19 +78,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     record, tiers = tiers_of_tests.Durations.read(), _tiers(config)
     tiers_of_tests.assign(items, record, config.getoption("seed"))
     config.stash[COLLECTED] = list(items)
+    drawn = set()
     if 3 not in tiers and (commit := _commit(config)) != "none":
-        for item in tiers_of_tests.drawn_by_commit(items, record, int(commit)):
-            item.stash[TIER] = 2
+        drawn.update(tiers_of_tests.drawn_by_commit(items, record, int(commit)))
     yield
     parts = [argument.partition("::") for argument in config.args]
     named = [(Path(config.invocation_params.dir, file).resolve(), name) for file, _, name in parts]
     kept, dropped, later = [], [], Counter[int]()
     for item in items:
-        if item.stash[TIER] in tiers or _is_named(item, named):
+        tier = 2 if item in drawn else item.stash[TIER]
+        if tier in tiers or _is_named(item, named):
             kept.append(item)
         else:
             dropped.append(item)
-            later[item.stash[TIER]] += 1
+            later[tier] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=dropped)
     if (output := getattr(config, "workeroutput", None)) is not None:

@@ -40,7 +40,7 @@ PROGRAMS = {
     LLAMA_DOWN: {"split": 1536, "merge": 6144, "adam": 2400, "quantize": 7300},
 }
 
-capabilities = pytest.mark.parametrize("capability", [80, 90])
+capabilities = pytest.mark.parametrize("capability", [80, 90, 100, 120])  # A100, H100 and H200, B200, RTX 50
 
 
 @pytest.fixture
