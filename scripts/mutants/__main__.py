@@ -1,8 +1,8 @@
 """Proves that the tests find the defects of ``tests/mutants``: ``python -m scripts.mutants``.
 
-A mutant is a patch of the product. Above the diff are a sentence that says what the defect is, and ``Tier: 1`` or
-``Tier: 2``: the tier of tests that must find it. ``Tests: PATH...`` names tests that run first, such as those that
-reach a change of C++.
+A mutant is a patch of the product. Above the diff are a sentence that says what the defect is, and ``Tier: 1``,
+``Tier: 2`` or ``Tier: 3``: the tier of tests that must find it. ``Tests: PATH...`` names tests that run first, such as
+those that reach a change of C++; of tier 3 they are all that run. Those run on the fake GPU (``make fake-gpu``).
 
 1. Each patch must apply to the working tree. A change of the product ports the patches of the lines that it changes.
 2. One run of each tier's tests, in a copy of the last commit with a probe at each changed place (``probes.py``), tells
@@ -42,6 +42,7 @@ from scripts.mutants.coverage import (
     stop_tests,
 )
 from scripts.mutants.patches import FOLDER, Mutant, checkout, git, head, read_mutants, refused
+from tests.fake_gpu.environment import missing
 
 RESULTS = FOLDER / "results.json"
 IN_ONE_PROCESS = 60  # tests, of those that reach a mutant
@@ -175,7 +176,7 @@ def problem_of(mutant: Mutant, result: Result) -> str | None:
     """What the run fails for; None if the mutant was found where it should be."""
     if result.found_by is None:
         return "survives"
-    return "only tier 2 finds it" if result.tier is not None and result.tier > mutant.tier else None
+    return f"only tier {result.tier} finds it" if result.tier is not None and result.tier > mutant.tier else None
 
 
 def print_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> None:
@@ -184,7 +185,7 @@ def print_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> Non
         problem = problem_of(mutant, result)
         where = f"tier {result.tier}" if result.tier else "-"
         print(f"{mutant.name:60} {where:7} {result.seconds:7.1f} s  {problem or result.found_by}")
-    for tier, title in ((1, "found by tier 1"), (2, "found by tier 2"), (None, "not found")):
+    for tier, title in ((1, "found by tier 1"), (2, "found by tier 2"), (3, "found by tier 3"), (None, "not found")):
         count = sum(result.tier == tier for _, result in known)
         print(f"{title}: {count} of {len(known)} ({count / max(1, len(known)):.0%})")
 
@@ -199,6 +200,9 @@ def main() -> int:
     options = parser.parse_args()
     mutants = read_mutants()
     chosen = [each for each in mutants if not options.only or each.name in options.only]
+    if any(each.tier == 3 for each in chosen) and (reason := missing()):
+        print(f"mutants of tier 3 are left out: {reason}")
+        chosen = [each for each in chosen if each.tier < 3]
     for name, reason in (unusable := refused(mutants)).items():
         print(f"{name} does not apply: port the patch to the changed lines, or remove it\n{reason}")
     if unusable or not chosen:
@@ -215,11 +219,14 @@ def _judge(
     left: Sequence[Mutant], mutants: Sequence[Mutant], results: dict[str, Result], options: argparse.Namespace
 ) -> None:
     """Put the results of ``left`` into ``results``."""
-    first = coverage_of(1, mutants, options.processes, again=options.again)
+    others = [each for each in mutants if each.tier < 3]
+    first = Coverage({}, {})
+    if any(each.tier < 3 for each in left):
+        first = coverage_of(1, others, options.processes, again=options.again)
 
     def note(mutant: Mutant, result: Result) -> None:
         if result.found_by is not None:
-            result = replace(result, tier=1 if result.found_by in first.seconds else 2)
+            result = replace(result, tier=3 if mutant.tier == 3 else 1 if result.found_by in first.seconds else 2)
         results[mutant.name] = result
         write_results(results)
         print(f"{mutant.name}: {problem_of(mutant, result) or 'found'} ({result.found_by})", flush=True)
@@ -227,13 +234,14 @@ def _judge(
     with ExitStack() as stack:
         search = Search([stack.enter_context(checkout()) for _ in range(options.processes)], note)
         named = [each for each in left if each.tests]
-        survived = search.survivors(named, lambda each: iter([[*tests_of(2), *each.tests]]))
-        left = [each for each in left if not each.tests or each in survived]
+        survived = search.survivors(named, lambda each: iter([[*tests_of(max(2, each.tier)), *each.tests]]))
+        left = [each for each in left if each.tier < 3 and (not each.tests or each in survived)]
         left = search.survivors(left, lambda each: reaching(each, first))
         if left:
-            second = coverage_of(2, mutants, options.processes, again=options.again)
+            second = coverage_of(2, others, options.processes, again=options.again)
             left = search.survivors(left, lambda each: reaching(each, second, first))
-        for mutant in search.survivors(left, lambda _: iter([tests_of(2)])):
+        left = search.survivors(left, lambda _: iter([tests_of(2)]))
+        for mutant in [*left, *(each for each in survived if each.tier == 3)]:
             note(mutant, Result(mutant.digest, head(), 0.0))
 
 

@@ -23,10 +23,16 @@ from scripts.mutants import reached
 from scripts.mutants.outcomes import PATH as PATH_OF_OUTCOMES
 from scripts.mutants.patches import ROOT, Mutant, checkout, sources
 from scripts.mutants.probes import with_probes
+from tests.fake_gpu.environment import ENVIRONMENT
+from tests.fake_gpu.environment import PATH as FAKE_GPU
 
 KEPT = ROOT / "build" / "mutants"
 
-TIERS = {1: ("-m", "not gpu", "--tiers", "1"), 2: ("-m", "not gpu", "--tiers", "1,2", "--commit", "none")}
+TIERS = {
+    1: ("-m", "not gpu", "--tiers", "1"),
+    2: ("-m", "not gpu", "--tiers", "1,2", "--commit", "none"),
+    3: ("-m", "not gpu", "--tiers", "all"),
+}
 """The options with which pytest runs all tests of a tier, and of those below it."""
 BY_NAME = ("-m", "not gpu")
 """The options with which it runs the tests that are named."""
@@ -79,7 +85,7 @@ def run_tests(
         raise TestsStoppedError
     # Without files of bytecode: Python tells by the second whether a source has changed.
     own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **own, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment = {**os.environ, **own, "TORCHINDUCTOR_COMPILE_THREADS": "1", FAKE_GPU: str(ENVIRONMENT)}
     if log is not None:
         environment[reached.PATH] = str(log)
         arguments = ["-p", "zenflow_compile.reached", *arguments]

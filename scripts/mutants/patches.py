@@ -18,7 +18,10 @@ FOLDER = ROOT / "tests" / "mutants"
 
 @dataclass(frozen=True, eq=False)
 class Mutant:
-    """A patch. ``tests`` reach it in addition to those that a probe finds; ``places`` are lines by file."""
+    """A patch. ``tests`` reach it in addition to those that a probe finds; ``places`` are lines by file.
+
+    Those of tier 3 are of the device's driver, and have tests that run on the fake GPU.
+    """
 
     name: str
     defect: str
@@ -41,9 +44,11 @@ def _read(path: Path) -> Mutant:
     header, _, diff = (text := path.read_text()).partition("\n--- ")
     defect, *fields = header.splitlines()
     found = dict(line.split(": ", 1) for line in fields if ": " in line)
-    if not defect.endswith(".") or found.get("Tier") not in ("1", "2"):
-        raise ValueError(f"{path.name} must begin with a sentence, and with a line `Tier: 1` or `Tier: 2`")
+    if not defect.endswith(".") or found.get("Tier") not in ("1", "2", "3"):
+        raise ValueError(f"{path.name} must begin with a sentence, and with a line `Tier: 1`, `Tier: 2` or `Tier: 3`")
     tests = tuple(found.get("Tests", "").split())
+    if found["Tier"] == "3" and not tests:
+        raise ValueError(f"{path.name} needs a line `Tests: PATH...`: tier 3 takes hours")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Mutant(path.stem, defect, int(found["Tier"]), tests, _changed_lines("--- " + diff), digest)
 

@@ -12,7 +12,10 @@ from typing import Literal
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = ROOT / ".venv-fake-gpu"
+PATH = "ZENFLOW_COMPILE_FAKE_GPU"
+"""The variable with the environment's path, for tests that run in another checkout."""
+
+ENVIRONMENT = Path(os.environ.get(PATH, ROOT / ".venv-fake-gpu"))
 PYTHON = ENVIRONMENT / "bin" / "python"
 LIBRARIES = ENVIRONMENT / "fake_gpu" / "lib"
 _SITE = Path(__file__).parent / "site"

@@ -114,7 +114,7 @@ def test_full_queue_stops_no_step(measure: Measure, case: str, queue: int) -> No
 
 
 def test_work_per_gradient(measure: Measure) -> None:
-    """Two kernels, one copy, and at most three events: what a gradient costs the threads that send it."""
+    """Two kernels, one copy, three events that were there: what a gradient costs the threads that send it."""
     steps = measure("defaults")
     kernels = {"_norms_and_split_kernel": 1, "_adam_columns_kernel": 1, "_place_slices_kernel": 1}
     for name, most in kernels.items():
@@ -123,6 +123,7 @@ def test_work_per_gradient(measure: Measure) -> None:
     assert count(steps.calls, "cudaMemcpyAsync", "D2H") <= 1.2 * steps.gradients
     assert steps.of({"cuStreamWriteValue32"}) <= 1.5 * steps.gradients
     assert steps.of({"cudaEventRecord"}) <= 3 * steps.gradients
+    assert steps.of({"cudaEventCreateWithFlags", "cudaEventCreate", "cudaEventDestroy"}) <= 4 * steps.steps
     assert steps.of({"cudaStreamWaitEvent"}) <= 2 * steps.gradients
 
 

@@ -81,7 +81,7 @@ PENDING = "gradients.pending_gradient:PendingGradient."
 
 MUTANTS = {
     "copy before the gradient is split": without(
-        LANE, "stream.wait_stream(streams.current())", Case("windows", delays="compute last")
+        LANE, "self._wait_for(streams.current())", Case("windows", delays="compute last")
     ),
     "upload before its job": without(
         LANE, "after.flag.wait_on(streams, stream)", Case("exact", delays="jobs last")
@@ -91,7 +91,7 @@ MUTANTS = {
     ),
     "flag before its copy": Mutant(
         ((LANE, "with streams.use(stream):", "early = self._raise_flag()\n    with streams.use(stream):"),
-         (LANE, "(target, source), self._raise_flag())", "(target, source), early)")),
+         (LANE, "(target, source), self._raise_flag(), free)", "(target, source), early, free)")),
         Case("exact", delays="D2H last"),
     ),
     "flag of the copy before": without(
@@ -103,8 +103,8 @@ MUTANTS = {
         "window = (job.flag and job.flag.raise_it()) or FlushedWindow(job,",
     ),
     "upload over one that is being merged": without(
-        LANE, "stream.wait_stream(streams.current())", Case("exact", model="gpt", delays="compute last"),
-        "stream.wait_stream(streams.current()) if self._name == 'D2H' else None",
+        LANE, "self._wait_for(streams.current())", Case("exact", model="gpt", delays="compute last"),
+        "self._wait_for(streams.current()) if self._name == 'D2H' else None",
     ),
     "block released while it is copied": Mutant(
         (("device.stream_lane:StreamTicket.__init__", "self._tensors = tensors", "self._tensors = None"),

@@ -115,7 +115,11 @@ def test_each_rank_gives_its_memory_back(ranks: RankProcesses, case: Case) -> No
 @pytest.mark.parametrize(
     ("options", "delays"),
     [
-        pytest.param(options, delays, marks=() if options == "windows" or delays == "random" else pytest.mark.long)
+        pytest.param(
+            options,
+            delays,
+            marks=pytest.mark.tier2 if options == "windows" or delays == "random" else pytest.mark.long,
+        )
         for options in ("windows", "zero_offload", "staleness")
         for delays in ("none", "random", LATE_COLLECTIVES, "H2D late")
     ],

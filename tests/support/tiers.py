@@ -31,10 +31,13 @@ EACH_CASE = 0.12
 """Tier 1 runs one case of a test whose cases take longer, in seconds."""
 
 LONGEST = 3.0
-"""Seconds: tier 1 runs no case that takes longer, and tier 2 draws of those."""
+"""Tier 1 runs no test that takes longer, in seconds."""
 
-SLOW_PARTS = 3
-"""Each case that takes more than ``LONGEST`` runs with tier 2 at one of so many commits."""
+SLOW = 2.0
+"""Tier 2 runs no case that takes longer, in seconds, but those that a commit draws."""
+
+SLOW_PARTS = 4
+"""Each slow case runs with tier 2 at one of so many commits."""
 
 UNKNOWN = 1.0
 """What a test without a record counts as, in seconds."""
@@ -117,7 +120,7 @@ def assign(items: Sequence[pytest.Item], durations: Durations, seed: int) -> Non
             first = [draw.choice(matrix)]
         for case in cases:
             long = case.get_closest_marker("long")
-            each_commit = case in matrix and (seconds <= LONGEST or case.get_closest_marker("tier2"))
+            each_commit = case in matrix and (seconds <= SLOW or case.get_closest_marker("tier2"))
             case.stash[TIER] = 1 if case in first else 2 if each_commit else 3
             case.stash[RATE] = long.args[0] if long and long.args else SLOW_PARTS if case in matrix else PARTS
 

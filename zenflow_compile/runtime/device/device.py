@@ -167,6 +167,11 @@ class Device(ABC):
         return nullcontext()
 
     @property
+    def numa_node(self) -> int | None:
+        """The NUMA node of the host that this device is attached to; None where there is one, or nothing tells."""
+        return None
+
+    @property
     @abstractmethod
     def compute_threads(self) -> int | None:
         """Threads of this machine's cores that compute the model; None where the device does."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 from torch import Tensor
 
 from zenflow_compile.native.library import COUNTER
 from zenflow_compile.runtime.device.copy_lanes import Gate, HostWork, Ticket, Users
-from zenflow_compile.runtime.device.device import Device, Streams
+from zenflow_compile.runtime.device.device import Device, Stream, Streams
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline import DeviceEvent
@@ -18,14 +19,32 @@ _POLL_EVENT_SECONDS = 1.0
 
 
 class StreamTicket:
-    """A copy on a stream."""
+    """A copy on a stream.
 
-    def __init__(self, streams: Streams, end: DeviceEvent, tensors: tuple[Tensor, Tensor] | None, flag: Flag) -> None:
+    Args:
+        end: recorded after the copy.
+        tensors: source and target.
+        free: where ``end`` goes when nothing can ask for the copy any more; None if another owner keeps it.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        end: DeviceEvent,
+        tensors: tuple[Tensor, Tensor] | None,
+        flag: Flag,
+        free: deque[DeviceEvent] | None,
+    ) -> None:
         self._streams = streams
         self._end = end
+        self._free = free
         self._tensors = tensors  # keeps both buffers alive while the copy is in flight
         self._flag = flag
         self._ask_device_at = time.monotonic() + _POLL_EVENT_SECONDS
+
+    def __del__(self) -> None:
+        if self._free is not None:
+            self._free.append(self._end)
 
     @property
     def error(self) -> BaseException | None:
@@ -79,6 +98,7 @@ class StreamLane:
         self._recorder = recorder
         self._flags = HostFlags(1, device)
         self._copies = 0
+        self._events: deque[DeviceEvent] = deque()  # untimed ones, to be recorded again: making one calls the driver
         self._closed = False
 
     def start(self) -> None:
@@ -98,9 +118,9 @@ class StreamLane:
     ) -> StreamTicket:
         streams, stream, timeline = self._streams, self.stream, self._recorder.timeline
         start = None if timeline is None else streams.event(timed=True)
-        end = streams.event(timed=timeline is not None)
+        end = self._event() if timeline is None else streams.event(timed=True)
         # Backwards run on autograd's own thread: the producing stream is the current one here, not the creator's.
-        stream.wait_stream(streams.current())
+        self._wait_for(streams.current())
         if after is not None and not after.done():
             assert after.flag is not None, "ask can_wait_for first"
             after.flag.wait_on(streams, stream)
@@ -119,7 +139,8 @@ class StreamLane:
             end.record(stream)
         if timeline is not None and start is not None:
             timeline.add_device(streams, self._name, kind, start, end, step=step, param=param, bytes=source.nbytes)
-        return StreamTicket(streams, end, (target, source), self._raise_flag())
+        free = self._events if timeline is None else None
+        return StreamTicket(streams, end, (target, source), self._raise_flag(), free)
 
     @property
     def failed(self) -> bool:
@@ -142,6 +163,19 @@ class StreamLane:
     def runs(self, thread: threading.Thread) -> bool:
         """Always False: a stream is no thread."""
         return False
+
+    def _event(self) -> DeviceEvent:
+        try:
+            return self._events.pop()  # one call, since several threads submit copies
+        except IndexError:
+            return self._streams.event()
+
+    def _wait_for(self, other: Stream) -> None:
+        """Queue a wait for the work that ``other`` has now."""
+        event = self._event()
+        event.record(other)
+        self.stream.wait_event(event)
+        self._events.append(event)  # a wait is for what was recorded when it was queued
 
     def _raise_flag(self) -> Flag:
         self._copies += 1
