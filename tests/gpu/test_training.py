@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ entries = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "comp
 def test_numa_node_is_that_of_the_pci_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "PCI_DEVICES", tmp_path)
     assert device_of(GPU).numa_node is None
-    found = torch.cuda.get_device_properties(GPU)
+    found: Any = torch.cuda.get_device_properties(GPU)
     folder = tmp_path / f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     folder.mkdir()
     for text, node in (("1\n", 1), ("0\n", 0), ("-1\n", None)):

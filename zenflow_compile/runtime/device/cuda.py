@@ -148,7 +148,7 @@ class CudaDevice(Device):
 
     @property
     def numa_node(self) -> int | None:
-        found = torch.cuda.get_device_properties(self.torch_device)
+        found: Any = torch.cuda.get_device_properties(self.torch_device)
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         with suppress(OSError, ValueError):
             node = int((PCI_DEVICES / address / "numa_node").read_text())
