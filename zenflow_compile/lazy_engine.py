@@ -267,7 +267,7 @@ class LazyEngine:
             existing_directory(self._options.nvme_path)
         if _chosen_by_model(self._options):
             return
-        worker_cores(self._options, params[0].device)
+        worker_cores(self._options)
         plan = empty_plan(self._options)
         if self._ranks is not None and sharding_of(params) is None:
             plan = empty_plan(self._options, self._ranks.rank, self._ranks.size)

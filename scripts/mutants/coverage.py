@@ -23,8 +23,7 @@ from scripts.mutants import reached
 from scripts.mutants.outcomes import PATH as PATH_OF_OUTCOMES
 from scripts.mutants.patches import ROOT, Mutant, checkout, sources
 from scripts.mutants.probes import with_probes
-from tests.fake_gpu.environment import ENVIRONMENT
-from tests.fake_gpu.environment import PATH as FAKE_GPU
+from tests.fake_gpu.environment import ENVIRONMENT, PATH_OF_ENVIRONMENT
 
 KEPT = ROOT / "build" / "mutants"
 
@@ -85,7 +84,7 @@ def run_tests(
         raise TestsStoppedError
     # Without files of bytecode: Python tells by the second whether a source has changed.
     own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **own, "TORCHINDUCTOR_COMPILE_THREADS": "1", FAKE_GPU: str(ENVIRONMENT)}
+    environment = {**os.environ, **own, "TORCHINDUCTOR_COMPILE_THREADS": "1", PATH_OF_ENVIRONMENT: str(ENVIRONMENT)}
     if log is not None:
         environment[reached.PATH] = str(log)
         arguments = ["-p", "zenflow_compile.reached", *arguments]

@@ -12,10 +12,10 @@ from typing import Literal
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PATH = "ZENFLOW_COMPILE_FAKE_GPU"
+PATH_OF_ENVIRONMENT = "ZENFLOW_COMPILE_FAKE_GPU"
 """The variable with the environment's path, for tests that run in another checkout."""
 
-ENVIRONMENT = Path(os.environ.get(PATH, ROOT / ".venv-fake-gpu"))
+ENVIRONMENT = Path(os.environ.get(PATH_OF_ENVIRONMENT, ROOT / ".venv-fake-gpu")).resolve()
 PYTHON = ENVIRONMENT / "bin" / "python"
 LIBRARIES = ENVIRONMENT / "fake_gpu" / "lib"
 _SITE = Path(__file__).parent / "site"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +20,7 @@ from tests.gpu.training import (
     train,
     weights_of,
 )
-from zenflow_compile.runtime.device import cuda, stream_lane
+from zenflow_compile.runtime.device import stream_lane
 from zenflow_compile.runtime.device.cuda import CudaDevice
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.step.optimizer_step import STEP_BEFORE_LAST
@@ -36,17 +33,6 @@ pytestmark = [
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 entries = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-
-
-def test_numa_node_is_that_of_the_pci_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PCI_DEVICES", tmp_path)
-    assert device_of(GPU).numa_node is None
-    found: Any = torch.cuda.get_device_properties(GPU)
-    folder = tmp_path / f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    folder.mkdir()
-    for text, node in (("1\n", 1), ("0\n", 0), ("-1\n", None)):
-        (folder / "numa_node").write_text(text)
-        assert device_of(GPU).numa_node == node
 
 
 @entries

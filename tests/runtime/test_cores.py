@@ -101,15 +101,6 @@ def test_last_cores_first_and_even_over_nodes() -> None:
     assert sorted(choose_cores(two_nodes, 8, {})) == list(range(8))
 
 
-def test_cores_near_the_device_come_first() -> None:
-    """But a core without workers comes before one that has some."""
-    two_nodes = [Core(logical, logical // 4) for logical in range(8)]
-    assert choose_cores(two_nodes, 3, {}, near=1) == (7, 6, 5)
-    assert choose_cores(two_nodes, 6, {}, near=0) == (3, 2, 1, 0, 7, 6)
-    assert choose_cores(two_nodes, 5, {3: 1}, near=0) == (2, 1, 0, 7, 6)
-    assert choose_cores(two_nodes, 4, {}, near=5) == choose_cores(two_nodes, 4, {})
-
-
 def test_cores_that_have_workers_come_last() -> None:
     cores = [Core(logical) for logical in range(4)]
     assert choose_cores(cores, 2, {3: 1}) == (2, 1)

@@ -51,7 +51,10 @@ def test_mutants_apply_to_the_source() -> None:
     assert refused(mutants) == {}, "port the patches to the changed lines, or remove them"
     assert len(mutants) >= LEAST
     assert sum(not each.name.startswith("hazard-") for each in mutants) >= LEAST_OTHERS
-    assert all((ROOT / name.partition("::")[0]).exists() for each in mutants for name in (*each.places, *each.tests))
+    assert all((ROOT / name).exists() for each in mutants for name in each.places)
+    for file, _, test in (name.partition("::") for each in mutants for name in each.tests):
+        assert (ROOT / file).exists()
+        assert not test or f"def {test}(" in (ROOT / file).read_text(), test
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ class LateStream:
         assert not stream.items, "lanes wait for the compute stream only"
 
     def wait_event(self, event: LateEvent) -> None:
-        event.happen()  # the compute stream goes on at once, and a lane may be early
+        """A lane may be early. The compute stream has nothing to wait for, and the host sees no event of it sooner."""
+        if not event.is_of_compute:
+            event.happen()
 
     def synchronize(self) -> None:
         self.run_to(len(self.items))
@@ -70,6 +72,10 @@ class LateEvent:
         self._number, self._polls = stream.recorded, 0
         if stream is self._streams.compute and not self._streams.compute_is_late:
             self.happen()
+
+    @property
+    def is_of_compute(self) -> bool:
+        return self._stream is self._streams.compute
 
     @property
     def has_happened(self) -> bool:

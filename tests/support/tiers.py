@@ -34,7 +34,7 @@ LONGEST = 3.0
 """Tier 1 runs no test that takes longer, in seconds."""
 
 SLOW = 2.0
-"""Tier 2 runs no case that takes longer, in seconds, but those that a commit draws."""
+"""Cases that take longer, in seconds, and are neither in tier 1 nor marked ``tier2``, are in tier 3."""
 
 SLOW_PARTS = 4
 """Each slow case runs with tier 2 at one of so many commits."""

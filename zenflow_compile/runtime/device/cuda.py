@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ from torch import Tensor
 from zenflow_compile.runtime.device import cuda_driver
 from zenflow_compile.runtime.device.device import Device, Stream, Streams
 from zenflow_compile.timeline import DeviceEvent
-
-PCI_DEVICES = Path("/sys/bus/pci/devices")
-"""Where Linux describes the devices of its PCI buses."""
 
 _URGENT, _NORMAL = -1, 0  # stream priorities; lower numbers go first
 
@@ -145,15 +141,6 @@ class CudaDevice(Device):
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    @property
-    def numa_node(self) -> int | None:
-        found: Any = torch.cuda.get_device_properties(self.torch_device)
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-        with suppress(OSError, ValueError):
-            node = int((PCI_DEVICES / address / "numa_node").read_text())
-            return node if node >= 0 else None  # -1: the kernel does not know
-        return None
 
     @property
     def compute_threads(self) -> int | None:

@@ -28,7 +28,7 @@ class Stream(Protocol):
         """Queue a wait for the work that ``stream`` has now."""
 
     def wait_event(self, event: Any) -> None:
-        """Queue a wait for the work before the last ``record`` of ``event``."""
+        """Queue a wait for the work before the last ``record`` of ``event``; a later one does not change the wait."""
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until the queue is empty; raises if the device has failed."""
@@ -165,11 +165,6 @@ class Device(ABC):
         stay until the backward.
         """
         return nullcontext()
-
-    @property
-    def numa_node(self) -> int | None:
-        """The NUMA node of the host that this device is attached to; None where there is one, or nothing tells."""
-        return None
 
     @property
     @abstractmethod

@@ -81,23 +81,17 @@ def worker_count(cores: int, quota: float | None, workers: int | None = None) ->
     return max(1, cores - LEFT_FREE - data_loader_workers)
 
 
-def choose_cores(
-    cores: Sequence[Core], count: int, in_use: Mapping[int, int], near: int | None = None
-) -> tuple[int, ...]:
+def choose_cores(cores: Sequence[Core], count: int, in_use: Mapping[int, int]) -> tuple[int, ...]:
     """Choose logical cores for ``count`` workers: those with the fewest workers, spread over all NUMA nodes.
 
     The last cores come first, since the scheduler and users who pin by hand tend to begin with the first ones.
-
-    Args:
-        in_use: number of other engines' workers of this process, by logical core.
-        near: the NUMA node whose cores come before all others, so that what a device on it copies does not cross to
-            another node. A worker's memory lies on its own node.
+    ``in_use``: number of other engines' workers of this process, by logical core.
     """
     seen: dict[int, int] = {}
-    rank: dict[int, tuple[int, bool, int, int]] = {}
+    rank: dict[int, tuple[int, int, int]] = {}
     for core in sorted(cores, key=lambda core: core.logical, reverse=True):
         place = seen[core.node] = seen.get(core.node, 0) + 1
-        rank[core.logical] = (in_use.get(core.logical, 0), near not in (None, core.node), place, core.node)
+        rank[core.logical] = (in_use.get(core.logical, 0), place, core.node)
     return tuple(sorted(rank, key=rank.__getitem__)[:count])
 
 

@@ -104,7 +104,7 @@ class EngineMemory:
     """
 
     def __init__(self, options: Options, device: torch.device, recorder: Recorder) -> None:
-        cores = worker_cores(options, device)
+        cores = worker_cores(options)
         self._device = device_of(device)
         to_host, to_device = make_lane("D2H", self._device, recorder), make_lane("H2D", self._device, recorder)
         self.transport = Transport(

@@ -83,10 +83,8 @@ def free_device_bytes(device: torch.device) -> int:
     return available_host_memory()[0] if free is None else free
 
 
-def worker_cores(options: Options, device: torch.device) -> tuple[int, ...]:
+def worker_cores(options: Options) -> tuple[int, ...]:
     """The logical core of each worker: the option's, or those with the fewest workers of other engines.
-
-    Those of the NUMA node that ``device`` is attached to come first.
 
     Raises:
         ValueError: more workers are wanted than there are cores.
@@ -96,4 +94,4 @@ def worker_cores(options: Options, device: torch.device) -> tuple[int, ...]:
     cores = local_ranks().cores(physical_cores())
     count = worker_count(len(cores), cpu_quota(), options.threads(len(cores)))
     in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
-    return choose_cores(cores, count, in_use, device_of(device).numa_node)
+    return choose_cores(cores, count, in_use)
