@@ -119,10 +119,16 @@ def assign(items: Sequence[pytest.Item], durations: Durations, seed: int) -> Non
         elif seconds <= LONGEST and matrix and not first:
             first = [draw.choice(matrix)]
         for case in cases:
-            long = case.get_closest_marker("long")
             each_commit = case in matrix and (seconds <= SLOW or case.get_closest_marker("tier2"))
             case.stash[TIER] = 1 if case in first else 2 if each_commit else 3
-            case.stash[RATE] = long.args[0] if long and long.args else SLOW_PARTS if case in matrix else PARTS
+            case.stash[RATE] = _rate(case, kept=case in matrix)
+
+
+def _rate(case: pytest.Item, *, kept: bool) -> int:
+    """At one of how many commits a case of tier 3 runs; ``kept`` ones are there only because they are slow."""
+    if (long := case.get_closest_marker("long")) and long.args:
+        return int(long.args[0])
+    return SLOW_PARTS if kept else PARTS
 
 
 def _drawn(cases: Sequence[pytest.Item], share: int, draw: random.Random) -> list[pytest.Item]:
