@@ -6,9 +6,10 @@ those that reach a change of C++; of tier 3 they are all that run. Those run on 
 
 1. Each patch must apply to the working tree. A change of the product ports the patches of the lines that it changes.
 2. One run of each tier's tests, in a copy of the last commit with a probe at each changed place (``probes.py``), tells
-   which tests reach which mutants. ``build/mutants`` keeps the result.
-3. In other copies, each mutant runs the tests that it names, then those of tier 1 that reach it, until one fails that
-   passes without the mutant; then those of tier 2, and then all of tiers 1 and 2.
+   which tests reach which mutants, if there are some that step 3's first runs do not find. ``build/mutants`` keeps it.
+3. In other copies, each mutant runs the test that found it the last time and the tests that it names, then those of
+   tier 1 that reach it, until one fails that passes without the mutant; then those of tier 2, and then all of tiers 1
+   and 2.
 4. ``tests/mutants/results.json`` gets each result as soon as it is known. A mutant that has a result is not run again,
    unless its patch, the files that it changes or the test that found it have changed, or ``--again`` is given.
 
@@ -38,6 +39,7 @@ from scripts.mutants.coverage import (
     LEFT_OUT_NAMES,
     TIERS,
     Coverage,
+    collected,
     coverage_of,
     run_tests,
     stop_tests,
@@ -222,23 +224,29 @@ def _judge(
 ) -> None:
     """Put the results of ``left`` into ``results``."""
     others = [each for each in mutants if each.tier < 3]
-    first = Coverage({}, {})
-    if any(each.tier < 3 for each in left):
-        first = coverage_of(1, others, options.processes, again=options.again)
+    of_tier = {tier: collected(tier) for tier in {1, *(each.tier for each in left)}}
 
     def note(mutant: Mutant, result: Result) -> None:
         if result.found_by is not None:
-            result = replace(result, tier=3 if mutant.tier == 3 else 1 if result.found_by in first.seconds else 2)
+            result = replace(result, tier=3 if mutant.tier == 3 else 1 if result.found_by in of_tier[1] else 2)
         results[mutant.name] = result
         write_results(results)
         print(f"{mutant.name}: {problem_of(mutant, result) or 'found'} ({result.found_by})", flush=True)
 
+    def known(mutant: Mutant) -> Runs:
+        before = results.get(mutant.name)
+        if before and before.found_by in of_tier[mutant.tier]:
+            yield [*TIERS[3], before.found_by]
+        if mutant.tests:
+            yield [*tests_of(max(2, mutant.tier)), *mutant.tests]
+
     with ExitStack() as stack:
         search = Search([stack.enter_context(checkout()) for _ in range(options.processes)], note)
-        named = [each for each in left if each.tests]
-        survived = search.survivors(named, lambda each: iter([[*tests_of(max(2, each.tier)), *each.tests]]))
-        left = [each for each in left if each.tier < 3 and (not each.tests or each in survived)]
-        left = search.survivors(left, lambda each: reaching(each, first))
+        survived = search.survivors(left, known)
+        left = [each for each in survived if each.tier < 3]
+        if left:
+            first = coverage_of(1, others, options.processes, again=options.again)
+            left = search.survivors(left, lambda each: reaching(each, first))
         if left:
             second = coverage_of(2, others, options.processes, again=options.again)
             left = search.survivors(left, lambda each: reaching(each, second, first))

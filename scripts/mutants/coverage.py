@@ -120,6 +120,14 @@ def counts(test: str) -> bool:
     return not test.startswith(LEFT_OUT) and not any(name in test for name in LEFT_OUT_NAMES)
 
 
+def collected(tier: int) -> set[str]:
+    """The tests of a tier, and of those below it, whose failure counts."""
+    code, output = run_tests(ROOT, [*TIERS[tier], "--collect-only", "-q"])
+    if code != 0:
+        raise RuntimeError(f"the tests of tier {tier} were not collected: pytest ended with {code}\n{output[-4000:]}")
+    return {line for line in output.splitlines() if "::" in line and counts(line)}
+
+
 def coverage_of(tier: int, mutants: Sequence[Mutant], processes: int, *, again: bool) -> Coverage:
     """Run all tests of a tier in an instrumented copy, unless an earlier run has done so for the same sources."""
     parts = [sources(), TIERS[tier], *((each.name, each.tests, each.places) for each in mutants)]
