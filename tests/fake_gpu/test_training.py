@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.fake_gpu.environment import on_fake_gpu, run
+from tests.support.zoo import BY_NAME
 
 pytestmark = on_fake_gpu
 
@@ -24,12 +25,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "8-bit moments": {"state_dtype": "fp8"},
     "weights": {"policy": "zero_offload", "offload_weights": 1.0},
     "adaptive": {"update_interval": (2, 6)},
+    "files": {"offload_device": "nvme", "nvme_path": "", "host_window_bytes": 1 << 20},
 }
 
 
-def train(switches: dict[str, str] | None = None, **given: Any) -> dict[str, Any]:
+def train(
+    switches: dict[str, str] | None = None, triton: Literal["off", "interpret"] = "off", **given: Any
+) -> dict[str, Any]:
     """Runs the program; what it prints."""
-    done = run(["-m", "tests.fake_gpu.programs.training", json.dumps(given)], switches=switches)
+    done = run(["-m", "tests.fake_gpu.programs.training", json.dumps(given)], switches=switches, triton=triton)
     assert done.returncode == 0, done.stdout[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -40,6 +44,26 @@ def train(switches: dict[str, str] | None = None, **given: Any) -> dict[str, Any
 def test_every_option_set_has_the_bits_of_the_cpu(options: str, compiled: bool) -> None:
     found = train(compiled=compiled, clip=True, options=OPTIONS[options])
     # bf16 and 8-bit moments are rounded at random, by the device's numbers on the device.
+    assert found["apart"] <= (2e-4 if "moments" in options else 0.0)
+
+
+@pytest.mark.parametrize("options", ["defaults", "mean", "int8", "twinflow", "8-bit moments"])
+def test_our_kernels_train_as_on_the_cpu(options: str) -> None:
+    """Triton's interpreter computes our kernels where they are launched: in a run's streams and memory."""
+    found = train(triton="interpret", compiled=True, clip=True, options=OPTIONS[options], steps=6)
+    assert found["apart"] <= (2e-4 if "moments" in options else 1e-6)
+
+
+@pytest.mark.parametrize("model", ["conv_batch_norm", "experts_without_tokens", "llama", "gpt_tied"])
+@pytest.mark.parametrize("options", ["defaults", "weights"])
+def test_models_train_as_on_the_cpu(options: str, model: str) -> None:
+    found = train(compiled=True, clip=True, model=model, options=OPTIONS[options] | {"min_offload_size": 1})
+    assert found["apart"] <= BY_NAME[model].tolerance
+
+
+@pytest.mark.parametrize("options", ["defaults", "zero_offload", "8-bit moments", "files", "re-select"])
+def test_offloading_all_changes_no_bit(options: str) -> None:
+    found = train(compiled=True, offload_all=7, options=OPTIONS[options])
     assert found["apart"] <= (2e-4 if "moments" in options else 0.0)
 
 

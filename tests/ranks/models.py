@@ -44,6 +44,9 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 WINDOWED = {name: {"topk_ratio": 0.25, **OFFLOAD, **options} for name, options in WINDOWED.items()}
 
+BACKEND_OF_DEVICES = "nccl"
+"""Of collectives of tensors that are not on the CPU."""
+
 
 class Uneven(nn.Module):
     """Matrices of 40, 66, 33 and 40 slices, and vectors: few of these numbers divide evenly."""
@@ -88,7 +91,7 @@ def optimizer_over(model: nn.Module, options: dict[str, Any] | None, folder: str
 @cache
 def group_for(device: str) -> Any:
     """All ranks, with collectives for tensors of a device."""
-    return dist.group.WORLD if device == "cpu" else dist.new_group(backend="nccl")
+    return dist.group.WORLD if device == "cpu" else dist.new_group(backend=BACKEND_OF_DEVICES)
 
 
 def train(

@@ -72,6 +72,7 @@ def train_sharded(
     """
     model = sharded(build, **keywords)
     assert isinstance(model, FSDPModule)
+    device = next(model.parameters()).device
     if change is not None:
         change(model)
     if compiled:
@@ -81,7 +82,7 @@ def train_sharded(
         optimizer = optimizer_over(model, options, folder)
         for step in range(steps):
             for part in range(backwards):
-                x, y = batch(step * backwards + part, rank, ranks)
+                x, y = (each.to(device) for each in batch(step * backwards + part, rank, ranks))
                 if not syncs:
                     model.set_requires_gradient_sync(part == backwards - 1)
                 (F.cross_entropy(model(x).float(), y) / backwards).backward()

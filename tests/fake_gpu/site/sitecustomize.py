@@ -16,6 +16,7 @@ if os.environ.get("FAKE_GPU_OPERATORS") == "1":
         torch.cuda.init()
         torch.zeros(1, device="cuda")
         ctypes.CDLL("libfakegpuoperators.so").fake_gpu_install_operators()
-        # Fused attention has kernels for CUDA alone, which compute nothing here.
+        # Fused attention and cuDNN have kernels for CUDA alone, which compute nothing here.
+        torch.backends.cudnn.enabled = False
         for each in ("flash", "mem_efficient", "cudnn"):
             getattr(torch.backends.cuda, f"enable_{each}_sdp")(False)

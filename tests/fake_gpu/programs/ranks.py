@@ -1,0 +1,55 @@
+"""Trains on several ranks, each on its device, and prints how far apart the weights of the ranks and of one CPU end.
+
+python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.fake_gpu.programs.ranks '{"options": {...}}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.fake_gpu import collectives
+from tests.ranks import models
+from tests.ranks.sharded import train_sharded
+
+
+def train(rank: int, given: Mapping[str, Any]) -> list[Tensor]:
+    """The weights at the end of one of the ranks, on the host; of all of them together, if the model is sharded."""
+    keywords = {name: given[name] for name in ("compiled", "clip", "steps") if name in given}
+    if given.get("sharded"):
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        weights = train_sharded(rank, dist.get_world_size(), given["options"], mesh=mesh, **keywords)
+        return [each.cpu() for each in weights]
+    return models.train(given["options"], rank, dist.get_world_size(), device=f"cuda:{rank}", **keywords)
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    collectives.register()
+    models.BACKEND_OF_DEVICES = collectives.BACKEND
+    dist.init_process_group(collectives.BACKEND)
+    weights = train(rank, given)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, weights, group=dist.new_group(backend="gloo"))
+    if rank == 0:
+        torch.compiler.reset()
+        keywords = {name: given[name] for name in ("clip", "steps") if name in given}
+        alone = models.train(given.get("reference"), **keywords)
+        apart = models.difference(weights, alone)
+        print(json.dumps({"ranks": max(models.difference(weights, each) for each in every), "one": apart}), flush=True)
+    dist.barrier()
+    os._exit(0)  # threads of the fake device may hold streams that wait for a rank which has ended
+
+
+if __name__ == "__main__":
+    main()
