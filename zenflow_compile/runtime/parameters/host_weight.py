@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.native.storage_reads import allow_reads, refuse_reads
+from zenflow_compile.native.storage_reads import ReadGuard, allow_reads
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
@@ -48,7 +48,7 @@ from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.moved_weights import have_own_memory, leave_on_host, not_emptied
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.unseen_writes import sample_of
-from zenflow_compile.torch_internals.torch_private import storage_identity
+from zenflow_compile.torch_internals.torch_private import REFUSAL, storage_identity
 
 _REFUSED = (
     "{} is in host memory, and code outside of the compiled graphs reads or writes it: do that inside of `with "
@@ -141,6 +141,7 @@ class HostWeight:
         self._layout = param.dtype, param.shape, param.device
         self._storage = storage_identity(param.untyped_storage())
         self._stream: Stream | None = None  # in which the memory was allocated; None: other code did that
+        self._guard = ReadGuard(_REFUSED.format(plan.name))  # refuses reads while the memory is empty
         self._bumps = 0  # external ones, at the last load
         self._sample: Tensor | None = None  # of a held weight
 
@@ -194,8 +195,10 @@ class HostWeight:
         """
         if (source := self._source()) is None:
             return None
-        self._transport.device_memory.bring_back()
-        transport, writer = self._transport, self._writer()
+        transport, states = self._transport, self._states
+        writer = None if states is None else states.host.upload_writer
+        if transport.device_memory.given_back:
+            transport.device_memory.bring_back()
         job = None if isinstance(source, Tensor) else source.bring(writer, step=transport.recorder.step)
         if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
             if not waits:
@@ -208,20 +211,20 @@ class HostWeight:
             ticket = transport.to_device.submit(
                 buffer.tensor, values, step=transport.recorder.step, param=self.plan.name, kind="load", after=job,
             )  # fmt: skip
-            if self._states is not None and not isinstance(source, Tensor):
-                self._states.host.copied_by(source, ticket, job)
+            if states is not None and not isinstance(source, Tensor):
+                states.host.copied_by(source, ticket, job)
             staged = Staged(source, writer, self._stored, job, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
             raise
-        if self._states is not None:
-            self._states.host.applied = ticket  # see [Note: reads of uploads]
+        if states is not None:
+            states.host.applied = ticket  # see [Note: reads of uploads]
         return staged
 
     def is_current(self, staged: Staged) -> bool:
         """Whether a copy that was queued before brings the values that count now."""
-        same = staged.source is self._source() and staged.writer is self._writer()
-        return same and staged.stored == self._stored
+        writer = None if self._states is None else self._states.host.upload_writer
+        return staged.writer is writer and staged.stored == self._stored and staged.source is self._source()
 
     @property
     def chunk(self) -> Chunk | None:
@@ -231,15 +234,9 @@ class HostWeight:
 
     def _source(self) -> Tensor | UploadBuffer | None:
         """What a lane copies; None where the values are in memory that it cannot copy, or on the device."""
-        if self.place is Place.SLICES:
-            return self._sides.host.applied_upload
-        if self.place is Place.WHOLE and self._states is None:
-            return self._whole_matrix
-        return None
-
-    def _writer(self) -> Job | None:
-        """The job that wrote the values last."""
-        return None if self._states is None else self._states.host.upload_writer
+        if self._states is None:
+            return self._whole_matrix if self.place is Place.WHOLE else None
+        return self._states.host.applied_upload if self.place is Place.SLICES else None
 
     def load(self, staged: Staged | None = None) -> None:
         """Fill the device's memory. The version of the parameter does not move: its values are what they were.
@@ -251,12 +248,13 @@ class HostWeight:
             RuntimeError: the job that writes the values failed, or the values are overwritten already: a backward comes
                 behind the optimizer step after its forward.
         """
-        if staged is not None and (self.replaced or self.has_update_on_its_way):
+        replaced, updated = self.replaced, self.has_update_on_its_way
+        if staged is not None and (replaced or updated):
             self.drop(staged)
-        if self.replaced:
+        if replaced:
             self._accept_memory()
             return
-        if self.has_update_on_its_way:
+        if updated:
             raise RuntimeError(
                 f"{self.plan.name} is in host memory, and an optimizer step has updated it there since the forward "
                 "that this backward belongs to; call backward() before step(), or pass offload_weights=False"
@@ -274,7 +272,7 @@ class HostWeight:
             if staged is not None:
                 self.drop(staged)
             if not before:
-                self._empty()
+                self._free()
             raise
         self._is_loaded()
 
@@ -282,7 +280,9 @@ class HostWeight:
         """Give the parameter memory again. The copies of lanes never write it: they end in the ring."""
         if not self.loaded:
             storage = self.param.untyped_storage()
-            allow_reads(storage)
+            self._guard.allow()
+            if REFUSAL in storage.__dict__:  # elsewhere, before the first load
+                allow_reads(storage)
             with self._device.memory_of_weights():
                 storage.resize_(self.nbytes)
             streams = self._device.streams
@@ -347,7 +347,7 @@ class HostWeight:
             RuntimeError: they are lost, and no code has.
         """
         if self.place is Place.LOST:
-            if self.loaded and self._counter.external_bumps(self.param) != self._bumps:
+            if self.loaded and self._was_written:
                 self._move_to(Place.DEVICE)
             else:
                 self.values()
@@ -361,9 +361,9 @@ class HostWeight:
     @property
     def has_update_on_its_way(self) -> bool:
         """Whether a job overwrites the values with an update that has not been applied."""
-        if self.place is not Place.SLICES:
+        if self._states is None or self.place is not Place.SLICES:
             return False
-        host = self._sides.host
+        host = self._states.host
         return any(window.upload is host.applied_upload for window in host.flushed)
 
     @property
@@ -387,15 +387,20 @@ class HostWeight:
         Raises:
             RuntimeError: a sample of the weight shows such a write; see ``unseen_writes``.
         """
-        seen = self.replaced or self._counter.external_bumps(self.param) != self._bumps
-        if self._sample is None or not self.loaded or seen:
+        if self._sample is None or not self.loaded or self._was_written or self.replaced:
             return
         if not torch.equal(sample_of(self.param), self._sample):
             errors.refuse_unseen_write(self.plan.name)
 
+    @property
+    def _was_written(self) -> bool:
+        """Whether other code has written the device's memory since the last load."""
+        return self.param._version - self._counter.own_bumps != self._bumps
+
     def _is_loaded(self) -> None:
-        self._bumps = self._counter.external_bumps(self.param)
-        self.written()
+        self._bumps = self.param._version - self._counter.own_bumps
+        if self.held:
+            self.written()
         if not self.loaded:
             self.loaded = True
             self._note(self.nbytes)
@@ -430,7 +435,7 @@ class HostWeight:
                 )
             have_own_memory(self.param)
             self._owns_memory = True
-        if self.place is not Place.DEVICE and self._counter.external_bumps(self.param) != self._bumps:
+        if self.place is not Place.DEVICE and self._was_written:
             self._move_to(Place.DEVICE)
         if self.place is Place.DEVICE or (self.place is Place.WHOLE and self._states is not None):
             self._store()
@@ -444,6 +449,7 @@ class HostWeight:
         self._note(-self.nbytes)
 
     def _free(self) -> None:
+        """Empty the parameter's memory. Direct reads raise from here on."""
         # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which may
         # run ahead of the one that has read the weight.
         if (streams := self._device.streams) is not None:
@@ -451,14 +457,11 @@ class HostWeight:
                 streams.record_use(self.param.data)
             elif (current := streams.current()) != self._stream:
                 self._stream.wait_stream(current)
-        self._empty()
-
-    def _empty(self) -> None:
-        """Empty the parameter's memory. Direct reads raise from here on."""
         storage = self.param.untyped_storage()
-        allow_reads(storage)
+        if REFUSAL in storage.__dict__:
+            allow_reads(storage)
         storage.resize_(0)
-        refuse_reads(storage, self.nbytes, _REFUSED.format(self.plan.name))
+        self._guard.refuse(storage, self.nbytes)
 
     def _store(self) -> None:
         """Copy the device's values to the host, and wait for it: not in a steady step."""
@@ -498,7 +501,7 @@ class HostWeight:
         )  # fmt: skip
         self._stored += 1
         self._move_to(Place.WHOLE)
-        self._bumps = self._counter.external_bumps(self.param)
+        self._bumps = self.param._version - self._counter.own_bumps
 
     # The end.
 

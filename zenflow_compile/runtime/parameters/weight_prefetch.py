@@ -43,12 +43,17 @@ class WeightPrefetch:
     _running: int | None = None
     _next: int = 0  # load of the running graph
     _stepped: bool = False  # since the running graph began
+    _ahead: list[tuple[int, bool]] = field(default_factory=list)
+    """The loads from that one on, and whether updates that are due are applied before."""
+    _carriable: set[int] = field(default_factory=set)
+    """Weights that the running forward may leave on the device for the backward that followed it the last time."""
     _staged: dict[int, Staged] = field(default_factory=dict)
     ring_bytes: int = 0
     carried: set[int] = field(default_factory=set)
 
     def declare(self, graph: int, loads: GraphLoads) -> None:
         self._graphs[graph] = loads
+        self._look_ahead()
 
     def begin(self, graph: int) -> set[int]:
         """A graph begins to run: start the copies of its first loads. Returns the carried weights that it lacks."""
@@ -60,17 +65,17 @@ class WeightPrefetch:
         loads = set(self._graphs[graph].order) if graph in self._graphs else set()
         for p in self._staged.keys() - loads:
             self._drop(p)
+        self._look_ahead()
         self.go_on()
         return lacks
 
     def carries(self, p: int) -> bool:
         """Whether a weight that the running forward does not need any more stays for its backward."""
-        if self._running is None or (running := self._graphs.get(self._running)) is None:
-            return False
-        follower = self._followed_by.get(self._running, -1)
-        if not running.reads_updates or follower not in self._graphs or self._graphs[follower].reads_updates:
-            return False
-        return p not in running.order[self._next :] and p in self._first_loads(follower, running.peak_bytes)
+        return (
+            p in self._carriable
+            and self._running is not None
+            and p not in self._graphs[self._running].order[self._next :]
+        )
 
     def _is_carried(self, p: int) -> bool:
         return p in self.carried or self.carries(p)
@@ -90,14 +95,18 @@ class WeightPrefetch:
     def end_step(self) -> None:
         """An optimizer step has ended: start the copies of the first loads of the next forward."""
         self._stepped = True
+        self._look_ahead()
         self.go_on()
 
     def take(self, p: int) -> Staged | None:
         """The copy of a weight that is loaded now; None if none was started, or the values have changed since."""
-        if self._running in self._graphs:
-            order = self._graphs[self._running].order
+        if (running := self._graphs.get(-1 if self._running is None else self._running)) is not None:
+            order = running.order
             # Not the next one if several threads run graphs: then this one's loads go on behind it.
-            self._next = next((i + 1 for i in range(self._next, len(order)) if order[i] == p), self._next)
+            taken = next((i + 1 for i in range(self._next, len(order)) if order[i] == p), self._next)
+            if not self._stepped:
+                del self._ahead[: taken - self._next]
+            self._next = taken
         staged = self._staged.get(p)
         if staged is None or self._weights[p].is_current(staged):
             return self._staged.pop(p, None)
@@ -122,7 +131,7 @@ class WeightPrefetch:
     def _chunks_ahead(self) -> Iterator[Chunk]:
         """What the loads to come read from files, whose copies have not been started."""
         copied = set(self._staged)
-        for p, _ in islice(self._ahead(), _READS_AHEAD):
+        for p, _ in islice(self._ahead, _READS_AHEAD):
             weight = self._weights.get(p)
             if weight is None or p in copied or (weight.loaded and self._is_carried(p)):
                 copied.discard(p)  # a later load reads it again
@@ -132,8 +141,9 @@ class WeightPrefetch:
 
     def _copy_ahead(self) -> None:
         ring = self._transport.up_ring
-        for p, reads_updates in self._ahead():
-            if ring.free < 2:  # the last buffer is for the weight, or the update, that is needed now
+        free = ring.free
+        for p, reads_updates in self._ahead:
+            if free < 2:  # the last buffer is for the weight, or the update, that is needed now
                 return
             weight = self._weights.get(p)
             # One that the device has now is unloaded before this load, unless it is carried.
@@ -144,16 +154,18 @@ class WeightPrefetch:
             if weight.has_update_on_its_way or (staged := weight.stage(waits=False)) is None:
                 return
             self._staged[p], staged.buffer.in_use = staged, True  # see [Note: one assignment] in ``staging_ring``
+            free = ring.free if reads_updates else free - 1  # updates have used some, too
 
-    def _ahead(self) -> Iterator[tuple[int, bool]]:
-        """The loads to come, and whether updates that are due are applied before."""
+    def _look_ahead(self) -> None:
+        """Find out which loads come: at most those until the graph ends that follows the running one."""
+        self._ahead, self._carriable = [], set()
         if self._running is None or (running := self._graphs.get(self._running)) is None:
             return
         if not self._stepped:
-            for position in range(self._next, len(running.order)):
-                yield running.order[position], running.reads_updates
-        follower = self._graphs.get(self._followed_by.get(self._running, -1))
-        # Behind a backward there may come a step, whose updates are due in the forward behind it.
+            self._ahead += ((p, running.reads_updates) for p in running.order[self._next :])
+        follower = self._graphs.get(after := self._followed_by.get(self._running, -1))
+        if follower is not None and running.reads_updates and not follower.reads_updates:
+            self._carriable = self._first_loads(after, running.peak_bytes)
+        # After a backward there may come a step, whose updates are due in the forward after it.
         if follower is not None and (running.reads_updates or self._stepped):
-            for p in follower.order:
-                yield p, follower.reads_updates
+            self._ahead += ((p, follower.reads_updates) for p in follower.order)

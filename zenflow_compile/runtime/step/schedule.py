@@ -207,9 +207,10 @@ class Schedule:
         divided = plan.share or plan.shard
         whole, own = plan if divided is None else divided.whole, plan if plan.share is None else plan.share.whole
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / whole.k
-        paid_bytes, bytes_per_swap = STATE_BUDGET * steps * own.numel * own.dtype.itemsize, 2 * STATE_BYTES * own.length
-        if steps >= least and kept < RESELECT_BELOW and (swaps := int(paid_bytes / bytes_per_swap)):
-            return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
+        if steps >= least and kept < RESELECT_BELOW:
+            paid_bytes = STATE_BUDGET * steps * own.numel * own.dtype.itemsize
+            if swaps := int(paid_bytes / (2 * STATE_BYTES * own.length)):
+                return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
         if steps + max(plan.interval, LAG) >= least:  # the flush that will know the drift may re-select
             self._drifts[plan.index] = device, device.selection
         return None
