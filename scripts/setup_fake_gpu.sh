@@ -6,11 +6,20 @@
 #
 # Variables a user may set:
 #   BASE_PYTHON        interpreter to build on (default: python3.12)
+#   TORCH              version of PyTorch, 2.11.0 (default) or 2.13.0; ZENFLOW_COMPILE_FAKE_GPU tells the tests of another
+#                      directory than the default
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv="${1:-.venv-fake-gpu}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+torch="${TORCH:-2.11.0}"
+case "$torch" in
+    2.11.0) triton=3.6.0 ;;
+    2.13.0) triton=3.7.1 ;;
+    *) echo "setup: TORCH=$torch: the fake GPU runs 2.11.0 and 2.13.0" >&2; exit 1 ;;
+esac
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
@@ -35,13 +44,13 @@ fi
 python="$venv/bin/python"
 
 if ! "$python" -c 'import importlib.metadata as m; m.version("triton"); m.version("torch")' 2>/dev/null; then
-    say "downloading PyTorch 2.11 for CUDA 13, Triton and headers: 0.8 GB, 3 GB on the disk"
+    say "downloading PyTorch $torch for CUDA 13, Triton and headers: 0.8 GB, 3 GB on the disk"
     # Without their dependencies: libraries of NVIDIA, 2 GB, which stubs replace.
-    "$python" -m pip install --quiet --no-deps torch==2.11.0 triton==3.6.0 'cuda-bindings>=13.0.3,<13.1' \
+    "$python" -m pip install --quiet --no-deps "torch==$torch" "triton==$triton" 'cuda-bindings>=13.0.3,<13.1' \
         cuda-pathfinder nvidia-cuda-runtime==13.0.96
 fi
-# What PyTorch, this package and its tests import.
-"$python" -m pip install --quiet filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' numpy psutil \
+# What PyTorch, this package and its tests import. Triton 3.6's interpreter fails with a later numpy.
+"$python" -m pip install --quiet filelock typing-extensions sympy networkx jinja2 fsspec 'setuptools<82' 'numpy<2.4' psutil \
     rich pytest pytest-timeout pytest-xdist expecttest 'transformers>=5,<6'
 say "building the fake GPU"
 "$python" -m tests.fake_gpu.build

@@ -33,9 +33,15 @@ void* current_stream(c10::Device device) {
   return guard.getStream(device).native_handle();
 }
 
+// No launch waits on a device, so this must keep Python's lock from no thread that the stream waits for.
 void wait_for_current_stream(c10::Device device) {
   static const auto wait = core<void (*)(void*)>("fake_gpu_wait_uncounted");
+  static const auto has_lock = core<int (*)()>("PyGILState_Check");
+  static const auto release = core<void* (*)()>("PyEval_SaveThread");
+  static const auto take = core<void (*)(void*)>("PyEval_RestoreThread");
+  void* state = has_lock() ? release() : nullptr;
   wait(current_stream(device));
+  if (state != nullptr) take(state);
 }
 
 char* address_of(const at::Tensor& tensor) {

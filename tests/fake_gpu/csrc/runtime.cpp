@@ -406,6 +406,7 @@ API cudaStreamCreateWithPriority(void** stream, unsigned, int priority) {
   return keep(0);
 }
 API cudaStreamCreate(void** stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+API cudaStreamCreateWithFlags(void** stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
 API cudaStreamDestroy(void*) { return keep(0); }
 API cudaStreamGetPriority(void* stream, int* found) {
   *found = priority(stream_of(stream));
@@ -473,6 +474,8 @@ API cudaEventElapsedTime(float* milliseconds, void* first, void* last) {
     count(#name, "not supported");   \
     return keep(kNotSupported);      \
   }
+REFUSED(cudaGraphAddNode)
+REFUSED(cudaGraphConditionalHandleCreate)
 REFUSED(cudaGraphDebugDotPrint)
 REFUSED(cudaGraphDestroy)
 REFUSED(cudaGraphExecDestroy)
@@ -485,8 +488,14 @@ REFUSED(cudaIpcGetEventHandle)
 REFUSED(cudaIpcGetMemHandle)
 REFUSED(cudaIpcOpenEventHandle)
 REFUSED(cudaIpcOpenMemHandle)
+REFUSED(cudaKernelSetAttributeForDevice)
+REFUSED(cudaLibraryGetKernel)
+REFUSED(cudaLibraryLoadData)
+REFUSED(cudaLibraryUnload)
 REFUSED(cudaStreamBeginCapture)
+REFUSED(cudaStreamBeginCaptureToGraph)
 REFUSED(cudaStreamEndCapture)
+REFUSED(cudaStreamUpdateCaptureDependencies)
 REFUSED(cudaMemPoolGetAttribute)
 REFUSED(cudaMemPoolSetAccess)
 REFUSED(cudaMemPoolSetAttribute)

@@ -18,15 +18,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_gpu import collectives
 from tests.ranks import models
-from tests.ranks.sharded import train_sharded
+from tests.ranks.sharded import across_slices, crosswise, train_sharded
+
+
+def keywords_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a run. A model that is ``across`` has matrices of which each rank has a part of every slice."""
+    found = {name: given[name] for name in ("clip", "steps") if name in given}
+    return found | ({"build": crosswise} if given.get("across") else {})
 
 
 def train(rank: int, given: Mapping[str, Any]) -> list[Tensor]:
     """The weights at the end of one of the ranks, on the host; of all of them together, if the model is sharded."""
-    keywords = {name: given[name] for name in ("compiled", "clip", "steps") if name in given}
+    keywords = keywords_of(given) | {"compiled": given.get("compiled", False)}
     if given.get("sharded"):
-        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-        weights = train_sharded(rank, dist.get_world_size(), given["options"], mesh=mesh, **keywords)
+        keywords["mesh"] = init_device_mesh("cuda", (dist.get_world_size(),))
+        if given.get("across"):
+            keywords["shard_placement_fn"] = across_slices
+        weights = train_sharded(rank, dist.get_world_size(), given["options"], **keywords)
         return [each.cpu() for each in weights]
     return models.train(given["options"], rank, dist.get_world_size(), device=f"cuda:{rank}", **keywords)
 
@@ -35,6 +43,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
+    alone = models.train(given.get("reference"), **keywords_of(given))
     collectives.register()
     models.BACKEND_OF_DEVICES = collectives.BACKEND
     dist.init_process_group(collectives.BACKEND)
@@ -42,9 +51,6 @@ def main() -> None:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, weights, group=dist.new_group(backend="gloo"))
     if rank == 0:
-        torch.compiler.reset()
-        keywords = {name: given[name] for name in ("clip", "steps") if name in given}
-        alone = models.train(given.get("reference"), **keywords)
         apart = models.difference(weights, alone)
         print(json.dumps({"ranks": max(models.difference(weights, each) for each in every), "one": apart}), flush=True)
     dist.barrier()

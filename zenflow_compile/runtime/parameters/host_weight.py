@@ -197,8 +197,7 @@ class HostWeight:
             return None
         transport, states = self._transport, self._states
         writer = None if states is None else states.host.upload_writer
-        if transport.device_memory.given_back:
-            transport.device_memory.bring_back()
+        transport.device_memory.bring_back()
         job = None if isinstance(source, Tensor) else source.bring(writer, step=transport.recorder.step)
         if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
             if not waits:
