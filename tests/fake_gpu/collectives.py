@@ -7,6 +7,7 @@ and ``wait()`` lets the caller's stream wait. What they send goes through host m
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -69,6 +70,8 @@ class Collectives(dist.ProcessGroup):
         )
         self._stream: torch.cuda.Stream | None = None
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._kept: deque[_Job] = deque()
+        self._taken = 0  # number of the job that the thread has now, and so of the others none
         self._number = 0
 
     def getBackendName(self) -> str:  # noqa: N802, the name is PyTorch's
@@ -123,6 +126,10 @@ class Collectives(dist.ProcessGroup):
             self._stream = torch.cuda.Stream(values.device)
             self._reached = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             threading.Thread(target=self._serve, daemon=True).start()
+        # Hazard: the thread must free no page-locked memory. PyTorch then records events in the stream, which waits where
+        # the queue is full, and the thread alone makes room.
+        while self._kept and self._kept[0].number < self._taken:
+            self._kept.popleft()
         self._number += 1
         sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         received = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
@@ -131,15 +138,18 @@ class Collectives(dist.ProcessGroup):
         with torch.cuda.stream(self._stream):
             sent.copy_(values, non_blocking=True)
             arrived.record(self._stream)
+            # Before the rest is queued, which may wait for room: the others wait for this rank.
+            self._kept.append(_Job(arrived, sent, received, combine, self._number))
+            self._jobs.put(self._kept[-1])
             cuda_driver.wait_value(self._stream.cuda_stream, self._reached.data_ptr(), self._number)
             out.copy_(received, non_blocking=True)
             done.record(self._stream)
-        self._jobs.put(_Job(arrived, sent, received, combine, self._number))
         return Started(done, (values, out, sent, received))
 
     def _serve(self) -> None:
         while True:
             job = self._jobs.get()
+            self._taken = job.number
             job.arrived.synchronize()
             rows = self._gathered(self._of_device, job.sent)
             job.received.copy_(job.combine(rows).view(job.received.shape))

@@ -39,6 +39,9 @@ uint64_t now_ns() {
   return now.tv_sec * 1'000'000'000ull + now.tv_nsec;
 }
 
+// What the streams have not done, by stream.
+void print_pending();
+
 // Blocks the calling thread. A wait that takes too long ends the process with its name.
 template <class Predicate>
 void wait_until(const char* call, Predicate done) {
@@ -50,6 +53,7 @@ void wait_until(const char* call, Predicate done) {
     if (now_ns() - begin > kHangNs) {
       std::fprintf(stderr, "fake GPU: %s has waited for %lu s, %s Python's lock\n", call,
                    static_cast<unsigned long>(kHangNs / 1'000'000'000ull), gil ? "with" : "without");
+      print_pending();
       std::abort();
     }
   }
@@ -80,7 +84,11 @@ struct Stream {
   const int priority;
   std::mutex mutex;
   std::condition_variable filled;
-  std::deque<std::function<void()>> queue;
+  struct Work {
+    const char* call;
+    std::function<void()> run;
+  };
+  std::deque<Work> queue;
   uint64_t pushed = 0;
   std::atomic<uint64_t> done{0};
 
@@ -93,7 +101,7 @@ struct Stream {
       {
         std::unique_lock<std::mutex> lock(mutex);
         filled.wait(lock, [&] { return !queue.empty(); });
-        work = std::move(queue.front());
+        work = std::move(queue.front().run);
       }
       if (fault() == kSuccess) work();
       work = nullptr;
@@ -168,7 +176,7 @@ void push(Stream* stream, const char* call, std::function<void()> work) {
   });
   {
     std::lock_guard<std::mutex> lock(stream->mutex);
-    stream->queue.push_back(std::move(work));
+    stream->queue.push_back({call, std::move(work)});
     ++stream->pushed;
   }
   stream->filled.notify_one();
@@ -186,6 +194,16 @@ namespace {
 std::vector<Stream*> all_streams() {
   std::lock_guard<std::mutex> lock(streams_mutex);
   return streams;
+}
+
+void print_pending() {
+  for (Stream* stream : all_streams()) {
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    if (stream->queue.empty()) continue;
+    std::fprintf(stderr, "fake GPU: stream %d has not done", stream->number);
+    for (const auto& work : stream->queue) std::fprintf(stderr, " %s", work.call);
+    std::fputc('\n', stderr);
+  }
 }
 
 }  // namespace
