@@ -126,8 +126,8 @@ class Collectives(dist.ProcessGroup):
             self._stream = torch.cuda.Stream(values.device)
             self._reached = torch.zeros(1, dtype=torch.int32, pin_memory=True)
             threading.Thread(target=self._serve, daemon=True).start()
-        # Hazard: the thread must free no page-locked memory. PyTorch then records events in the stream, which waits where
-        # the queue is full, and the thread alone makes room.
+        # Hazard: the thread must free no page-locked memory. PyTorch then records events in the stream, which waits
+        # where the queue is full, and the thread alone makes room.
         while self._kept and self._kept[0].number < self._taken:
             self._kept.popleft()
         self._number += 1

@@ -28,6 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
     "weights": {"options": WEIGHTS},
     "int8": {"options": {"gradient_transfer": "int8"}},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    name: {"model": name, "clip": True, "options": {"min_offload_size": 1}}
+    for name in ("conv_batch_norm", "experts_without_tokens")
+}
 WAITS = {"cudaEventSynchronize", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cuStreamSynchronize"}
 ALLOCATIONS = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMemHostAlloc", "cudaHostRegister"}
 LOADS = {"cuModuleLoad", "cuModuleLoadData", "cuModuleLoadDataEx", "cuLibraryLoadData"}
@@ -60,7 +64,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     known: dict[str, Steps] = {}
 
     def measured(case: str, *, pause: bool = False, queue: int | None = None) -> Steps:
-        given = json.dumps(CASES[case] | {"pause": pause})
+        given = json.dumps((CASES | OTHERS)[case] | {"pause": pause})
         key = f"{given} {queue}"
         if key not in known:
             path = tmp_path_factory.mktemp("steady") / "calls"
@@ -105,6 +109,20 @@ def test_device_goes_idle_while_no_python_runs(measure: Measure, case: str) -> N
     assert steps.of({"paused"}, "blocked") == 0
 
 
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_models_keep_the_contracts(measure: Measure, case: str) -> None:
+    steps = measure(case)
+    if case != "experts_without_tokens":  # its router waits: it reads how many tokens each expert has
+        assert steps.of(WAITS - {"cudaEventSynchronize"}) == 0
+    assert not [each for each in steps.calls if "pageable" in each.kind]
+    assert steps.of(ALLOCATIONS) == 0
+    assert steps.of(LOADS) == 0
+    # Experts without tokens have no gradient.
+    assert 0 < count(steps.calls, "kernel", "_norms_and_split_kernel") <= steps.gradients
+    for code in steps.code:
+        assert not [call for call in calls_of(code) if COPY.search(call)]
+
+
 @pytest.mark.parametrize("queue", [8, 40])
 @pytest.mark.parametrize("case", ["clip", "weights"])
 def test_full_queue_stops_no_step(measure: Measure, case: str, queue: int) -> None:
@@ -127,6 +145,8 @@ def test_work_per_gradient(measure: Measure) -> None:
     assert steps.of({"cudaStreamWaitEvent"}) <= 2 * steps.gradients
 
 
+COPY = re.compile(r"primals_\d+\.clone|copy_\(primals|clone\.default\(primals")
+"""Of a parameter."""
 OP = re.compile(r"torch\.ops\.zenflow\.(\w+)\.default\((.*)\)")
 
 
@@ -142,9 +162,7 @@ def test_generated_code_copies_no_parameter(measure: Measure, case: str) -> None
     for code in measure(case).code:
         calls = calls_of(code)
         assert sum("torch.cuda._DeviceGuard" in call for call in calls) == 1
-        assert not [
-            call for call in calls if re.search(r"primals_\d+\.clone|copy_\(primals|clone\.default\(primals", call)
-        ]
+        assert not [call for call in calls if COPY.search(call)]
 
 
 @pytest.mark.parametrize("case", ["defaults", "weights"])

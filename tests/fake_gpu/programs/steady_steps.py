@@ -1,4 +1,4 @@
-"""Trains a small Llama, and writes what the steps after a warm-up called.
+"""Trains a small Llama, or a member of the zoo, and writes what the steps after a warm-up called.
 
 python -m tests.fake_gpu.programs.steady_steps PATH '{"options": {...}, "inner": "inductor", "clip": false}'
 """
@@ -16,6 +16,7 @@ from torch._inductor.graph import GraphLowering
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zenflow_compile as zf
+from tests.support import zoo
 from zenflow_compile.runtime import errors
 
 DEVICE = torch.device("cuda", 0)
@@ -45,19 +46,35 @@ class LossOfLlama(nn.Module):
         return loss
 
 
+class LossOfMember(nn.Module):
+    """Of the zoo."""
+
+    def __init__(self, member: zoo.Member) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = member.build().to(DEVICE)
+        self._loss = member.loss
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self._loss(self.model, inputs)
+
+
 def main() -> None:
     path, given = sys.argv[1], json.loads(sys.argv[2])
     code: list[str] = []
     GraphLowering.save_output_code = staticmethod(code.append)  # type: ignore[method-assign]
     # Kernels compute nothing here, so the numbers that are compared to find unseen writes are of no use.
     errors.refuse_unseen_write = lambda name: None  # type: ignore[assignment,return-value]
+    torch.backends.cudnn.enabled = False  # a stub, whose answers are zero
     fake = ctypes.PyDLL("libfakegpu.so")  # its calls keep Python's lock
-    model = LossOfLlama()
+    member = zoo.BY_NAME.get(given.get("model", ""))
+    model = LossOfLlama() if member is None else LossOfMember(member)
+    inputs = [torch.randint(0, 1024, (2, 128))] if member is None else member.inputs(0)
+    inputs = [each.to(DEVICE) for each in inputs]
     options: dict[str, Any] = {"lr": 1e-3, "device_share": 0.0} | given.get("options", {})
     optimizer = zf.ZenFlowAdamW(model.named_parameters(), **options)
     inner = given.get("inner", "inductor")
     compiled = torch.compile(model, backend="zenflow", options={"inner": inner}, dynamic=False)
-    tokens = torch.randint(0, 1024, (2, 128)).to(DEVICE)
 
     held: list[ctypes.c_uint32] = []
 
@@ -80,7 +97,7 @@ def main() -> None:
             if pausing:
                 hold()
             if phase == "forward":
-                loss = compiled(tokens)
+                loss = compiled(*inputs)
             elif phase == "backward":
                 loss.backward()
             else:
