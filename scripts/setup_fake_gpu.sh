@@ -43,7 +43,11 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 python="$venv/bin/python"
 
-if ! "$python" -c 'import importlib.metadata as m; m.version("triton"); m.version("torch")' 2>/dev/null; then
+installed="$("$python" -c 'import importlib.metadata as m; print(m.version("torch"), m.version("triton"))' 2>/dev/null || true)"
+if [ -n "$installed" ] && [ "$installed" != "$torch $triton" ]; then
+    fail "$venv has PyTorch and Triton $installed, and not $torch $triton; remove it, or pass another directory"
+fi
+if [ -z "$installed" ]; then
     say "downloading PyTorch $torch for CUDA 13, Triton and headers: 0.8 GB, 3 GB on the disk"
     # Without their dependencies: libraries of NVIDIA, 2 GB, which stubs replace.
     "$python" -m pip install --quiet --no-deps "torch==$torch" "triton==$triton" 'cuda-bindings>=13.0.3,<13.1' \

@@ -1,8 +1,8 @@
 """Proves that the tests find the defects of ``tests/mutants``: ``python -m scripts.mutants``.
 
 A mutant is a patch of the product. Above the diff are a sentence that says what the defect is, and ``Tier: 1``,
-``Tier: 2`` or ``Tier: 3``: the tier of tests that must find it. ``Tests: PATH...`` names tests that run first, such as
-those that reach a change of C++; of tier 3 they are all that run. Those run on the fake GPU (``make fake-gpu``).
+``Tier: 2`` or ``Tier: 3``: the tier of tests that must find it. ``Tests: PATH...`` names tests that run early, such as
+those that reach a change of C++; of tier 3 no others are searched. Those run on the fake GPU (``make fake-gpu``).
 
 1. Each patch must apply to the working tree. A change of the product ports the patches of the lines that it changes.
 2. One run of each tier's tests, in a copy of the last commit with a probe at each changed place (``probes.py``), tells
@@ -196,9 +196,7 @@ def print_table(mutants: Sequence[Mutant], results: Mapping[str, Result]) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these mutants only")
-    parser.add_argument(
-        "--again", action="store_true", help="run what has a result, and find out again what reaches it"
-    )
+    parser.add_argument("--again", action="store_true", help="run what has a result, as if nothing were known of it")
     parser.add_argument("--processes", type=int, default=2, help="that run tests (default: %(default)s)")
     options = parser.parse_args()
     mutants = read_mutants()
@@ -224,7 +222,7 @@ def _judge(
 ) -> None:
     """Put the results of ``left`` into ``results``."""
     others = [each for each in mutants if each.tier < 3]
-    of_tier = {tier: collected(tier) for tier in {1, *(each.tier for each in left)}}
+    of_tier: dict[int, set[str]] = {}
 
     def note(mutant: Mutant, result: Result) -> None:
         if result.found_by is not None:
@@ -234,14 +232,19 @@ def _judge(
         print(f"{mutant.name}: {problem_of(mutant, result) or 'found'} ({result.found_by})", flush=True)
 
     def known(mutant: Mutant) -> Runs:
-        before = results.get(mutant.name)
+        before = None if options.again else results.get(mutant.name)
         if before and before.found_by in of_tier[mutant.tier]:
             yield [*TIERS[3], before.found_by]
         if mutant.tests:
             yield [*tests_of(max(2, mutant.tier)), *mutant.tests]
 
     with ExitStack() as stack:
-        search = Search([stack.enter_context(checkout()) for _ in range(options.processes)], note)
+        trees = [stack.enter_context(checkout()) for _ in range(options.processes)]
+        of_tier |= {tier: collected(trees[0], tier) for tier in {1, *(each.tier for each in left)}}
+        for name, result in results.items():  # later seconds, or marks, may have moved a test to another tier
+            if result.tier is not None and result.tier < 3:
+                results[name] = replace(result, tier=1 if result.found_by in of_tier[1] else 2)
+        search = Search(trees, note)
         survived = search.survivors(left, known)
         left = [each for each in survived if each.tier < 3]
         if left:

@@ -120,9 +120,9 @@ def counts(test: str) -> bool:
     return not test.startswith(LEFT_OUT) and not any(name in test for name in LEFT_OUT_NAMES)
 
 
-def collected(tier: int) -> set[str]:
-    """The tests of a tier, and of those below it, whose failure counts."""
-    code, output = run_tests(ROOT, [*TIERS[tier], "--collect-only", "-q"])
+def collected(tree: Path, tier: int) -> set[str]:
+    """The tests of a tier, and of those below it, whose failure counts, in a copy of the last commit."""
+    code, output = run_tests(tree, [*TIERS[tier], "--collect-only", "-q"])
     if code != 0:
         raise RuntimeError(f"the tests of tier {tier} were not collected: pytest ended with {code}\n{output[-4000:]}")
     return {line for line in output.splitlines() if "::" in line and counts(line)}

@@ -71,7 +71,8 @@ class Collectives(dist.ProcessGroup):
         self._stream: torch.cuda.Stream | None = None
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._kept: deque[_Job] = deque()
-        self._taken = 0  # number of the job that the thread has now, and so of the others none
+        self._taken = 0  # number of the job that the thread works on: it holds no earlier one
+        self._reached: Tensor | None = None  # the number of the last job that is done, in memory that the stream reads
         self._number = 0
 
     def getBackendName(self) -> str:  # noqa: N802, the name is PyTorch's
@@ -91,8 +92,8 @@ class Collectives(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (values,) = tensors
-        is_mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
-        return self._start(values, values, lambda rows: _reduced(rows, is_mean))
+        reduced = _reduction(opts)
+        return self._start(values, values, reduced)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return [self.allreduce([each], opts) for each in tensors][-1]
@@ -104,9 +105,8 @@ class Collectives(dist.ProcessGroup):
         return [self._allgather_base(out, block) for out, block in zip(outs, blocks, strict=True)][-1]
 
     def _reduce_scatter_base(self, out: Tensor, packed: Tensor, opts: Any = None) -> dist.Work:
-        is_mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
-        rank = self.rank()
-        return self._start(packed, out, lambda rows: _reduced(rows, is_mean).view(self._size, -1)[rank])
+        reduced, rank = _reduction(opts), self.rank()
+        return self._start(packed, out, lambda rows: reduced(rows).view(self._size, -1)[rank])
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (values,) = tensors
@@ -162,6 +162,13 @@ class Collectives(dist.ProcessGroup):
         return rows
 
 
-def _reduced(rows: Tensor, is_mean: bool) -> Tensor:
-    wide = rows.double() if rows.dtype.is_floating_point else rows
-    return (wide.mean(0) if is_mean else wide.sum(0)).to(rows.dtype)
+def _reduction(opts: Any) -> Combine:
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    if not any(op == each for each in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):  # ``in`` would ask the constant
+        raise NotImplementedError(f"{op} of ranks on the fake GPU: they have sums and means")
+
+    def reduced(rows: Tensor) -> Tensor:
+        wide = rows.double() if rows.dtype.is_floating_point else rows
+        return (wide.mean(0) if op == dist.ReduceOp.AVG else wide.sum(0)).to(rows.dtype)
+
+    return reduced

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "8-bit moments": {"state_dtype": "fp8"},
     "weights": {"policy": "zero_offload", "offload_weights": 1.0},
     "adaptive": {"update_interval": (2, 6)},
-    "files": {"offload_device": "nvme", "nvme_path": "", "host_window_bytes": 1 << 20},
+    "files": {"offload_device": "nvme", "nvme_path": "", "host_window_bytes": 1 << 18},
 }
 
 
@@ -36,6 +36,8 @@ def train(
     done = run(["-m", "tests.fake_gpu.programs.training", json.dumps(given)], switches=switches, triton=triton)
     assert done.returncode == 0, done.stdout[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["kernels"] == (triton == "interpret")
+    assert bool(found["in turn"]) == ("nvme_path" in given.get("options", {})), "state takes turns in memory"
     return found
 
 

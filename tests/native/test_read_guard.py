@@ -54,7 +54,7 @@ def test_older_guard_leaves_a_later_refusal() -> None:
     guard = refused(tensor)
     allow_reads(storage)
     storage.resize_(0)
-    refuse_reads(storage, 16, "given back")
+    refuse_reads(storage, 16, b"given back")
     guard.allow()
     with pytest.raises(RuntimeError, match=r"^given back"):
         tensor.sum()
@@ -91,7 +91,7 @@ def test_interrupted_guard_can_be_ended(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_refused_storage_is_freed_with_its_tensor() -> None:
     tensor = torch.ones(4)
-    refuse_reads(tensor.untyped_storage(), 16, "not now")
+    refuse_reads(tensor.untyped_storage(), 16, b"not now")
     weak = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     del tensor
     assert weak.expired()  # type: ignore[no-untyped-call]

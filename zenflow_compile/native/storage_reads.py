@@ -26,15 +26,8 @@ class ReadGuard:
 
     def refuse(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Make accesses raise, unless another refusal does; meanwhile the storage shows a size of ``nbytes``."""
-        shown = storage.__dict__
-        if REFUSAL in shown or profiler_active():
-            return
-        # First: an interrupt in between leaves a mark, which ``allow`` takes away.
-        self._storage = storage
-        # ``is_shared`` would end the process: its C++ code handles no errors.
-        is_shared = partial(bool, storage.is_shared())
-        shown.update({"is_shared": is_shared, REFUSAL: Refusal(storage.nbytes(), self._text)})
-        storage_reads().zenflow_refuse_reads(storage_identity(storage), nbytes, self._text)
+        self._storage = storage  # first: an interrupt leaves what ``allow`` takes away
+        refuse_reads(storage, nbytes, self._text)
 
     def allow(self) -> None:
         """Undo ``refuse``. Idempotent."""
@@ -45,9 +38,14 @@ class ReadGuard:
             self._storage = None
 
 
-def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: str) -> None:
+def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: bytes) -> None:
     """Make every access to the memory of a storage raise until ``allow_reads``. See ``ReadGuard``."""
-    ReadGuard(text).refuse(storage, nbytes)
+    shown = storage.__dict__
+    if REFUSAL in shown or profiler_active():
+        return
+    # ``is_shared`` would end the process: its C++ code handles no errors. An interrupt after this leaves a mark alone.
+    shown.update({"is_shared": partial(bool, storage.is_shared()), REFUSAL: Refusal(storage.nbytes(), text)})
+    storage_reads().zenflow_refuse_reads(storage_identity(storage), nbytes, text)
 
 
 def allow_reads(storage: torch.UntypedStorage) -> None:

@@ -33,7 +33,8 @@ void* current_stream(c10::Device device) {
   return guard.getStream(device).native_handle();
 }
 
-// No launch waits on a device, so this must keep Python's lock from no thread that the stream waits for.
+// On a device no launch waits. This one does, so it releases Python's lock: the stream may wait for a thread that needs
+// it.
 void wait_for_current_stream(c10::Device device) {
   static const auto wait = core<void (*)(void*)>("fake_gpu_wait_uncounted");
   static const auto has_lock = core<int (*)()>("PyGILState_Check");

@@ -67,7 +67,7 @@ def main() -> None:
     errors.refuse_unseen_write = lambda name: None  # type: ignore[assignment,return-value]
     torch.backends.cudnn.enabled = False  # a stub, whose answers are zero
     fake = ctypes.PyDLL("libfakegpu.so")  # its calls keep Python's lock
-    member = zoo.BY_NAME.get(given.get("model", ""))
+    member = zoo.BY_NAME[given["model"]] if "model" in given else None
     model = LossOfLlama() if member is None else LossOfMember(member)
     inputs = [torch.randint(0, 1024, (2, 128))] if member is None else member.inputs(0)
     inputs = [each.to(DEVICE) for each in inputs]

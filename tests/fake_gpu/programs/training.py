@@ -2,8 +2,8 @@
 
 python -m tests.fake_gpu.programs.training '{"options": {...}, "compiled": true, "device": 0, "clip": false}'
 
-``model`` is the name of a member of the zoo, instead of a small stack; ``offload_all`` names a step after which all is
-moved to the host.
+``model`` is the name of a member of the zoo, instead of a small stack; ``offload_all`` is the step after which all
+leaves the GPU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def batches_of_stack(step: int) -> tuple[Tensor, ...]:
 STACK = zoo.Member("stack", stack, batches_of_stack, loss=lambda model, inputs: model(*inputs).square().mean())
 
 
-def train(device: torch.device, given: Mapping[str, Any]) -> list[Tensor]:
-    """The weights at the end, on the host."""
-    member = zoo.BY_NAME.get(given.get("model", ""), STACK)
+def train(device: torch.device, given: Mapping[str, Any], seen: dict[str, Any]) -> list[Tensor]:
+    """The weights at the end, on the host; ``seen`` gets what the run shows of itself."""
+    member = zoo.BY_NAME[given["model"]] if "model" in given else STACK
     torch.manual_seed(0)
     model = member.build().to(device)
     options: dict[str, Any] = {"lr": 1e-3, "device_share": 0.0} | given.get("options", {})
@@ -56,20 +56,22 @@ def train(device: torch.device, given: Mapping[str, Any]) -> list[Tensor]:
                 if step == given.get("offload_all"):
                     optimizer.offload_all()
             optimizer.synchronize()
+            seen["in turn"] = len(optimizer.engine.plan.params_in_turn)
             return [param.detach().cpu().clone() for param in model.parameters()]
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
+    given, seen = json.loads(sys.argv[1]), {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = train(torch.device("cuda", given.get("device", 0)), given)
+        found = train(torch.device("cuda", given.get("device", 0)), given, seen)
+    seen["kernels"] = "zenflow_compile.runtime.device_updates.triton_kernels" in sys.modules
     torch.compiler.reset()
-    expected = train(torch.device("cpu"), given)
+    expected = train(torch.device("cpu"), {**given, "offload_all": None}, {})
     differences = [(mine - theirs).abs().max() for mine, theirs in zip(found, expected, strict=True)]
     apart = torch.stack(differences).max().item()  # of tensors: Python's would ignore a NaN
     said = [str(each.message) for each in caught if each.category in (UserWarning, RuntimeWarning)]
-    print(json.dumps({"apart": apart, "warnings": said}))
+    print(json.dumps({"apart": apart, "warnings": said, **seen}))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class _Block:
         """Give the device's memory back. Idempotent."""
         allow_reads(self.storage)
         self.storage.resize_(0)
-        refuse_reads(self.storage, self.size_bytes, _REFUSED)
+        refuse_reads(self.storage, self.size_bytes, _REFUSED.encode())
 
     def allocate(self) -> None:
         """Have memory again, with arbitrary values. Idempotent."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.native.storage_reads import ReadGuard, allow_reads
+from zenflow_compile.native.storage_reads import allow_reads, refuse_reads
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
@@ -52,7 +52,7 @@ from zenflow_compile.torch_internals.torch_private import REFUSAL, storage_ident
 
 _REFUSED = (
     "{} is in host memory, and code outside of the compiled graphs reads or writes it: do that inside of `with "
-    "optimizer.loaded_weights():`, or behind optimizer.synchronize()"
+    "optimizer.loaded_weights():`, or after optimizer.synchronize()"
 )
 
 
@@ -141,7 +141,7 @@ class HostWeight:
         self._layout = param.dtype, param.shape, param.device
         self._storage = storage_identity(param.untyped_storage())
         self._stream: Stream | None = None  # in which the memory was allocated; None: other code did that
-        self._guard = ReadGuard(_REFUSED.format(plan.name))  # refuses reads while the memory is empty
+        self._refusal = _REFUSED.format(plan.name).encode()  # of reads while the memory is empty
         self._bumps = 0  # external ones, at the last load
         self._sample: Tensor | None = None  # of a held weight
 
@@ -244,8 +244,8 @@ class HostWeight:
             staged: from ``stage``; None: the copy is made now.
 
         Raises:
-            RuntimeError: the job that writes the values failed, or the values are overwritten already: a backward comes
-                behind the optimizer step after its forward.
+            RuntimeError: the job that writes the values failed, or the values are overwritten already: ``backward()``
+                ran after the optimizer step that followed its forward.
         """
         replaced, updated = self.replaced, self.has_update_on_its_way
         if staged is not None and (replaced or updated):
@@ -279,9 +279,7 @@ class HostWeight:
         """Give the parameter memory again. The copies of lanes never write it: they end in the ring."""
         if not self.loaded:
             storage = self.param.untyped_storage()
-            self._guard.allow()
-            if REFUSAL in storage.__dict__:  # elsewhere, before the first load
-                allow_reads(storage)
+            allow_reads(storage)
             with self._device.memory_of_weights():
                 storage.resize_(self.nbytes)
             streams = self._device.streams
@@ -449,6 +447,9 @@ class HostWeight:
 
     def _free(self) -> None:
         """Empty the parameter's memory. Direct reads raise from here on."""
+        storage = self.param.untyped_storage()
+        if REFUSAL in storage.__dict__:
+            allow_reads(storage)
         # Hazard: the allocator gives the memory to the next tensor of the stream that it was allocated in, which may
         # run ahead of the one that has read the weight.
         if (streams := self._device.streams) is not None:
@@ -456,11 +457,8 @@ class HostWeight:
                 streams.record_use(self.param.data)
             elif (current := streams.current()) != self._stream:
                 self._stream.wait_stream(current)
-        storage = self.param.untyped_storage()
-        if REFUSAL in storage.__dict__:
-            allow_reads(storage)
         storage.resize_(0)
-        self._guard.refuse(storage, self.nbytes)
+        refuse_reads(storage, self.nbytes, self._refusal)
 
     def _store(self) -> None:
         """Copy the device's values to the host, and wait for it: not in a steady step."""

@@ -249,7 +249,8 @@ class HostWeights:
         """Serve what was decided and made. Cannot fail."""
         if decided.arena is not None:
             self._arenas.append(decided.arena)
-            self.ring_bytes = self.prefetch.ring_bytes = decided.ring_bytes
+            self.ring_bytes = decided.ring_bytes
+            self.prefetch.resize(decided.ring_bytes)
             self._shapes = decided.shapes
             if self.room is not None:
                 self.room.restart()

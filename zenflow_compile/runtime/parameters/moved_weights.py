@@ -106,7 +106,7 @@ def leave_on_host(param: Parameter, values: Tensor) -> None:
     storage = param.untyped_storage()
     allow_reads(storage)
     storage.resize_(0)
-    refuse_reads(storage, param.nbytes, _REFUSED.format(list(param.shape)))
+    refuse_reads(storage, param.nbytes, _REFUSED.format(list(param.shape)).encode())
     setattr(param, _HOST_VALUES, values)
 
 

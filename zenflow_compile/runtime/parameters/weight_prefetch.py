@@ -2,7 +2,7 @@
 
 Each graph declares its loads, so the next ones are known. Their copies start as long as the upload ring has a buffer
 besides the one that is kept for the load that comes next. The first loads of a graph are copied while the graph before
-it runs, or, behind a backward, at the end of the optimizer step: which graph follows is what followed the last time. A
+it runs, or, after a backward, at the end of the optimizer step: which graph follows is what followed the last time. A
 copy that no load takes, because another graph came or the values changed, is dropped.
 
 Weights in files are read into their cache in the same order, as many of the loads to come as it has memory for.
@@ -13,7 +13,7 @@ far as the ring of loaded weights has room for them besides what the forward nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -43,13 +43,19 @@ class WeightPrefetch:
     _running: int | None = None
     _next: int = 0  # load of the running graph
     _stepped: bool = False  # since the running graph began
-    _ahead: list[tuple[int, bool]] = field(default_factory=list)
-    """The loads from that one on, and whether updates that are due are applied before."""
-    _carriable: set[int] = field(default_factory=set)
+    _ahead: Sequence[tuple[int, bool]] = ()
+    """The loads to come: those that the running graph has left, if no step has ended since, and those of the graph that
+    followed it the last time; with each, whether updates that are due are applied before."""
+    _carriable: frozenset[int] = frozenset()
     """Weights that the running forward may leave on the device for the backward that followed it the last time."""
     _staged: dict[int, Staged] = field(default_factory=dict)
     ring_bytes: int = 0
     carried: set[int] = field(default_factory=set)
+
+    def resize(self, ring_bytes: int) -> None:
+        """The ring of loaded weights has another size from now on."""
+        self.ring_bytes = ring_bytes
+        self._look_ahead()
 
     def declare(self, graph: int, loads: GraphLoads) -> None:
         self._graphs[graph] = loads
@@ -61,7 +67,8 @@ class WeightPrefetch:
             self._followed_by[self._running] = graph
         lacks = self.carried - self._first_loads(graph)
         self.carried = set()
-        self._running, self._next, self._stepped = graph, 0, False
+        # An interrupt below finds no loads of another graph.
+        self._running, self._next, self._stepped, self._ahead, self._carriable = graph, 0, False, (), frozenset()
         loads = set(self._graphs[graph].order) if graph in self._graphs else set()
         for p in self._staged.keys() - loads:
             self._drop(p)
@@ -94,7 +101,7 @@ class WeightPrefetch:
 
     def end_step(self) -> None:
         """An optimizer step has ended: start the copies of the first loads of the next forward."""
-        self._stepped = True
+        self._stepped, self._ahead = True, ()
         self._look_ahead()
         self.go_on()
 
@@ -102,11 +109,10 @@ class WeightPrefetch:
         """The copy of a weight that is loaded now; None if none was started, or the values have changed since."""
         if (running := self._graphs.get(-1 if self._running is None else self._running)) is not None:
             order = running.order
-            # Not the next one if several threads run graphs: then this one's loads go on behind it.
+            # Not the next one if several threads run graphs: then this one's loads go on after it.
             taken = next((i + 1 for i in range(self._next, len(order)) if order[i] == p), self._next)
-            if not self._stepped:
-                del self._ahead[: taken - self._next]
-            self._next = taken
+            left = self._ahead if self._stepped else self._ahead[taken - self._next :]
+            self._next, self._ahead = taken, left
         staged = self._staged.get(p)
         if staged is None or self._weights[p].is_current(staged):
             return self._staged.pop(p, None)
@@ -154,18 +160,20 @@ class WeightPrefetch:
             if weight.has_update_on_its_way or (staged := weight.stage(waits=False)) is None:
                 return
             self._staged[p], staged.buffer.in_use = staged, True  # see [Note: one assignment] in ``staging_ring``
-            free = ring.free if reads_updates else free - 1  # updates have used some, too
+            free = ring.free  # updates, and other threads, take some, too
 
     def _look_ahead(self) -> None:
         """Find out which loads come: at most those until the graph ends that follows the running one."""
-        self._ahead, self._carriable = [], set()
         if self._running is None or (running := self._graphs.get(self._running)) is None:
             return
+        ahead: list[tuple[int, bool]] = []
+        carriable: set[int] = set()
         if not self._stepped:
-            self._ahead += ((p, running.reads_updates) for p in running.order[self._next :])
+            ahead += ((p, running.reads_updates) for p in running.order[self._next :])
         follower = self._graphs.get(after := self._followed_by.get(self._running, -1))
         if follower is not None and running.reads_updates and not follower.reads_updates:
-            self._carriable = self._first_loads(after, running.peak_bytes)
+            carriable = self._first_loads(after, running.peak_bytes)
         # After a backward there may come a step, whose updates are due in the forward after it.
         if follower is not None and (running.reads_updates or self._stepped):
-            self._ahead += ((p, follower.reads_updates) for p in follower.order)
+            ahead += ((p, follower.reads_updates) for p in follower.order)
+        self._ahead, self._carriable = ahead, frozenset(carriable)
