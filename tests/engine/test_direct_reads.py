@@ -24,7 +24,7 @@ ADAM: dict[str, Any] = {
     "lr": 1e-2, "eps": 1e-4, "update_interval": 1, "topk_ratio": 0.25, "device_share": 0.0, "min_offload_size": 1,
     "offload_weights": 1.0,
 }  # fmt: skip
-REMEDY = r"0\.weight is in host memory.*`with optimizer\.loaded_weights\(\):`, or behind optimizer\.synchronize\(\)"
+REMEDY = r"0\.weight is in host memory.*`with optimizer\.loaded_weights\(\):`, or after optimizer\.synchronize\(\)"
 
 
 def batch(rows: int = 8) -> Tensor:

@@ -209,6 +209,7 @@ class Tied(nn.Module):
         return F.linear(torch.tanh(x), self.inner.weight) + self.inner(x)
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("disabled", [False, True])
 def test_modules_read_weights_of_their_children(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Dynamo calls the module's code instead of tracing it."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -342,7 +343,7 @@ def test_library_is_compiled_one_time(no_library: Path, monkeypatch: pytest.Monk
     check_native_code()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "written by all", "a link"])
+@pytest.mark.parametrize("damage", ["truncated", "written by all", "a link", "in a folder written by all"])
 def test_library_that_is_not_ours_is_compiled_anew(
     no_library: Path, damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -358,10 +359,15 @@ def test_library_that_is_not_ours_is_compiled_anew(
         (no_library / "other").write_bytes(good)
         path.symlink_to(no_library / "other")
     else:
-        path.write_bytes(good if damage == "written by all" else good[:100])
+        path.write_bytes(good[:100] if damage == "truncated" else good)
         path.chmod(0o777 if damage == "written by all" else 0o700)
-    name, handle = build._load("small.cpp", build.FLAGS)
+    in_folder = damage == "in a folder written by all"
+    if in_folder:
+        no_library.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="another user owns it") if in_folder else nullcontext():
+        name, handle = build._load("small.cpp", build.FLAGS)
     assert ctypes.CDLL(name, handle=handle).answer() == 42
+    assert (name != str(path)) == in_folder
     assert path.stat().st_size == len(good)
     assert stat.S_ISREG(path.lstat().st_mode)
     assert path.stat().st_mode & 0o777 == 0o700
