@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.simulated.collectives import THREAD
 from tests.simulated.library import library
 from tests.simulated.simulator import Simulator
 from tests.simulated.streams import Event, Stream
+from tests.support.stream_collectives import THREAD
 from zenflow_compile.runtime.device.stream_flags import Flag
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.ranks.rank_group import RankGroup

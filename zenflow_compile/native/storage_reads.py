@@ -43,7 +43,8 @@ def refuse_reads(storage: torch.UntypedStorage, nbytes: int, text: bytes) -> Non
     shown = storage.__dict__
     if REFUSAL in shown or profiler_active():
         return
-    # ``is_shared`` would end the process: its C++ code handles no errors. An interrupt after this leaves a mark alone.
+    # ``is_shared`` would end the process: its C++ code handles no errors. An interrupt may leave the mark without the
+    # refusal; ``allow_reads`` removes both.
     shown.update({"is_shared": partial(bool, storage.is_shared()), REFUSAL: Refusal(storage.nbytes(), text)})
     storage_reads().zenflow_refuse_reads(storage_identity(storage), nbytes, text)
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,9 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.fake_gpu import collectives
 from tests.ranks import models
 from tests.ranks.sharded import across_slices, crosswise, train_sharded
+from tests.support.stream_collectives import StreamGroup
+from zenflow_compile.runtime.device.devices import device_of
+
+BACKEND = "fake_gpu"
+
+
+def make_group(store: Any, rank: int, size: int, timeout: timedelta) -> StreamGroup:
+    """Of the current device; what ``torch.distributed`` calls for the backend."""
+    device = device_of(torch.device("cuda", torch.cuda.current_device()))
+    return StreamGroup(BACKEND, device, store, rank, size, timeout)
 
 
 def keywords_of(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,9 +54,9 @@ def main() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     alone = models.train(given.get("reference"), **keywords_of(given))
-    collectives.register()
-    models.BACKEND_OF_DEVICES = collectives.BACKEND
-    dist.init_process_group(collectives.BACKEND)
+    dist.Backend.register_backend(BACKEND, make_group, devices=["cpu", "cuda"])
+    models.BACKEND_OF_DEVICES = BACKEND
+    dist.init_process_group(BACKEND)
     weights = train(rank, given)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, weights, group=dist.new_group(backend="gloo"))

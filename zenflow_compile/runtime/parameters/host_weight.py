@@ -392,6 +392,7 @@ class HostWeight:
     @property
     def _was_written(self) -> bool:
         """Whether other code has written the device's memory since the last load."""
+        # ``external_bumps``, without a call: each unload asks. ``_is_loaded`` does so, too.
         return self.param._version - self._counter.own_bumps != self._bumps
 
     def _is_loaded(self) -> None:
@@ -498,7 +499,7 @@ class HostWeight:
         )  # fmt: skip
         self._stored += 1
         self._move_to(Place.WHOLE)
-        self._bumps = self.param._version - self._counter.own_bumps
+        self._bumps = self._counter.external_bumps(self.param)
 
     # The end.
 

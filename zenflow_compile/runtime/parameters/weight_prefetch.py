@@ -107,7 +107,7 @@ class WeightPrefetch:
 
     def take(self, p: int) -> Staged | None:
         """The copy of a weight that is loaded now; None if none was started, or the values have changed since."""
-        if (running := self._graphs.get(-1 if self._running is None else self._running)) is not None:
+        if self._running is not None and (running := self._graphs.get(self._running)) is not None:
             order = running.order
             # Not the next one if several threads run graphs: then this one's loads go on after it.
             taken = next((i + 1 for i in range(self._next, len(order)) if order[i] == p), self._next)
