@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ EXACT = 1e-6
 
 def train(switches: dict[str, str] | None = None, **given: Any) -> dict[str, float]:
     """How far apart the weights of two ranks end, and those of one process on the CPU."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = ["-m", "tests.fake_gpu.programs.ranks", json.dumps(given)]
-    done = run([*launcher, *program], switches={"DEVICES": "2", **(switches or {})})
+    with tempfile.TemporaryDirectory() as logs:  # torchrun leaves a folder behind, unless it is told where
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", logs]
+        done = run([*launcher, *program], switches={"DEVICES": "2", **(switches or {})})
     assert done.returncode == 0, done.stdout[-4000:]
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     assert given.get("sharded") or found["ranks"] == 0.0

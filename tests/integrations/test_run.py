@@ -194,7 +194,7 @@ def test_saves_before_the_last_flush_warn(tmp_path: Path) -> None:
 
 def test_ranks_equal_adamw(tmp_path: Path) -> None:
     """Two processes that average gradients by themselves; the first one says what is replaced."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
     ours = ["-m", "zenflow_compile", "run", *EXACT]
     for name, before in (("adamw.pt", []), ("ours.pt", ours)):
         command = [*launch, *before, "ddp_loop.py", tmp_path / name]
