@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import ROOT
 from benchmarks.evidence.setting import Emit, Setting
+from zenflow_compile.runtime.host.cores import physical_cores
 
 TRAINING = ("gpu/test_training.py", "gpu/test_readback.py", "gpu/test_state_forms.py")
 WEIGHTS = ("gpu/test_weights.py", "gpu/test_offload_all.py")
@@ -24,6 +27,8 @@ OTHERS = (
 """Files in tests/ that have tests which need a GPU."""
 
 _LONGEST_MESSAGE = 4000
+_MOST_PROCESSES = 12
+"""At once: each has a context and a small model on the device."""
 
 
 class _Reporter:
@@ -56,6 +61,10 @@ def measure(setting: Setting, emit: Emit, *, files: Sequence[str]) -> None:
     options = ["-q", "-m", "gpu", "--tiers", "all", "-p", "no:cacheprovider", "--show-capture=no"]
     # Without --strict-config and --strict-markers: pytest-timeout, whose option and mark are used, may be missing.
     options += ["-o", "addopts=--import-mode=importlib", "--rootdir", str(ROOT)]
+    if importlib.util.find_spec("xdist") is not None:
+        cores = len(physical_cores())
+        options += ["-n", str(min(_MOST_PROCESSES, max(1, cores - 2))), "--dist", "worksteal"]
+        os.environ["OMP_NUM_THREADS"] = "1"  # of each process: they compare with trainings on the CPU
     status = pytest.main([*options, *(str(ROOT / "tests" / file) for file in files)], plugins=[reporter])
     if status != pytest.ExitCode.OK:
         raise RuntimeError(f"pytest ended with status {int(status)}; outcomes: {reporter.outcomes}")

@@ -26,19 +26,20 @@ _BETWEEN_TURNS: dict[str, float] = {
 """Bytes per parameter in bf16, while another system takes its turn."""
 
 
-def together_bytes(cases: Iterable[Case]) -> int:
-    """The most that processes of these cases hold at once, of which one trains at a time.
+def together_bytes(cases: Iterable[Case], *, at_once: bool = False) -> int:
+    """The most that processes of these cases hold at once, of which one trains at a time, or all ``at_once``.
 
     What trains has its gradients, two bytes per parameter, and its activations, too.
     """
     cases = list(cases)
     between = sum(int(_BETWEEN_TURNS[case.system] * _parameters(case.model)) + CONTEXT_BYTES for case in cases)
-    return between + max(2 * _parameters(case.model) + _activation_bytes(case) for case in cases)
+    training = [2 * _parameters(case.model) + _activation_bytes(case) for case in cases]
+    return between + (sum(training) if at_once else max(training))
 
 
-def fit(cases: Iterable[Case], memory_bytes: int) -> bool:
+def fit(cases: Iterable[Case], memory_bytes: int, *, at_once: bool = False) -> bool:
     """Whether a device of so much memory holds them."""
-    return together_bytes(cases) <= _FILLED * memory_bytes
+    return together_bytes(cases, at_once=at_once) <= _FILLED * memory_bytes
 
 
 def device_bytes(case: Case) -> int | None:

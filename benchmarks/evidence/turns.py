@@ -92,23 +92,32 @@ def take_turns(
     """
     cases = others.values()
     if memory_bytes is None or all(fit([*companions.values(), case], memory_bytes) for case in cases):
-        yield from _beside_all(companions, others, schedule, make)
+        yield from _beside_all(companions, others, schedule, make, memory_bytes)
     else:
-        yield from _beside_one(companions, others, schedule, make)
+        yield from _beside_one(companions, others, schedule, make, memory_bytes)
 
 
 def _beside_all(
-    companions: Mapping[str, Case], others: Mapping[str, Case], schedule: Schedule, make: Callable[..., TrainingWorker]
+    companions: Mapping[str, Case],
+    others: Mapping[str, Case],
+    schedule: Schedule,
+    make: Callable[..., TrainingWorker],
+    memory_bytes: int | None,
 ) -> Iterator[Turns]:
+    beside = [Turns(name, case) for name, case in companions.items()]
     with ExitStack() as stack:
-        kept = [_start(stack, Turns(name, case), make, schedule) for name, case in companions.items()]
+        kept: list[_Present] = []
         for name, case in others.items():
+            turns = Turns(name, case)
             with ExitStack() as alone:
-                turns, worker = _start(alone, Turns(name, case), make, schedule)
+                first = [] if kept else [(each, stack) for each in beside]
+                *started, (_, worker) = _start([*first, (turns, alone)], make, schedule, memory_bytes)
+                kept = kept or started
                 if worker is not None:
                     _run([*kept, (turns, worker)], schedule)
                     _look_at(turns, worker, schedule)
             yield turns
+        kept = kept or _start([(each, stack) for each in beside], make, schedule, memory_bytes)
         for turns, worker in kept:
             if turns.error is None and not turns.rounds_ms:  # no other system took turns with it
                 _run(kept, schedule)
@@ -118,14 +127,19 @@ def _beside_all(
 
 
 def _beside_one(
-    companions: Mapping[str, Case], others: Mapping[str, Case], schedule: Schedule, make: Callable[..., TrainingWorker]
+    companions: Mapping[str, Case],
+    others: Mapping[str, Case],
+    schedule: Schedule,
+    make: Callable[..., TrainingWorker],
+    memory_bytes: int | None,
 ) -> Iterator[Turns]:
     beside = [Turns(name, case) for name, case in companions.items()]
     for name, case in others.items():
         turns = Turns(name, case)
         for companion in beside:
             with ExitStack() as both:
-                pair = [_start(both, each, make, schedule) for each in (companion, turns) if each.error is None]
+                started = [(each, both) for each in (companion, turns) if each.error is None]
+                pair = _start(started, make, schedule, memory_bytes)
                 _run(pair, schedule)
                 for each, worker in pair:
                     if worker is not None:
@@ -137,10 +151,36 @@ def _beside_one(
 _Present = tuple[Turns, TrainingWorker | None]
 
 
-def _start(stack: ExitStack, turns: Turns, make: Callable[..., TrainingWorker], schedule: Schedule) -> _Present:
+def _start(
+    systems: Sequence[tuple[Turns, ExitStack]],
+    make: Callable[..., TrainingWorker],
+    schedule: Schedule,
+    memory_bytes: int | None,
+) -> list[_Present]:
+    """Start systems, each in its stack, and wait for them: one compiles while others do, if all can train at once."""
+    at_once = memory_bytes is not None and fit([turns.case for turns, _ in systems], memory_bytes, at_once=True)
+    present: list[_Present] = []
+    for turns, stack in systems:
+        present.append((turns, _made(turns, stack, make, schedule)))
+        if not at_once:
+            present[-1] = _ready(*present[-1])
+    return [_ready(*each) for each in present] if at_once else present
+
+
+def _made(
+    turns: Turns, stack: ExitStack, make: Callable[..., TrainingWorker], schedule: Schedule
+) -> TrainingWorker | None:
     try:
-        worker = stack.enter_context(make(turns.case, warm_up=schedule.warm_up))
-        worker.start()
+        return stack.enter_context(make(turns.case, warm_up=schedule.warm_up))
+    except WorkerError as error:
+        turns.error = error
+        return None
+
+
+def _ready(turns: Turns, worker: TrainingWorker | None) -> _Present:
+    try:
+        if worker is not None:
+            worker.start()
     except WorkerError as error:
         turns.error = error
         return turns, None

@@ -204,8 +204,9 @@ class TrainingWorker(_Closing):
         environment = {
             "OMP_NUM_THREADS": str(case.threads),
             "MKL_NUM_THREADS": str(case.threads),
-            # Inductor's pool of compiler processes would go on during the training.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            # On the CPU, Inductor's pool of compiler processes would take cores from the training. On a GPU there are
+            # cores to spare, and dozens of Triton kernels to compile.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1" if case.device == "cpu" else "4",
         }
         rendezvous = rank_environment(0, case.ranks) if case.ranks > 1 else {}
         self._ranks: list[Worker] = []

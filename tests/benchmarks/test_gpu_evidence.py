@@ -272,6 +272,30 @@ def test_companions_are_alone_where_memory_is_short() -> None:
     assert found["adamw"].rounds_ms == [4.0] * 3
 
 
+@pytest.mark.parametrize(("gigabytes", "at_once"), [(150, True), (75, False)])
+def test_systems_compile_at_once_where_they_fit(gigabytes: int, at_once: bool) -> None:
+    """A process compiles from the moment it is made. Systems that come later start alone."""
+    order: list[str] = []
+
+    class Noting(FakeWorker):
+        def __init__(self, case: Case, warm_up: int) -> None:
+            super().__init__(case, warm_up=warm_up)
+            order.append(f"{case.system} begins")
+
+        def start(self) -> None:
+            order.append(f"{self.case.system} is ready")
+
+    companions, others = ({name: of_3b(name) for name in names} for names in (["adamw"], ["zenflow", "zero_offload"]))
+    make: Any = Noting
+    schedule = Schedule(rounds=1, steps=4)
+    found = list(turns.take_turns(companions, others, schedule, make, memory_bytes=gigabytes * 10**9))
+    assert [each.name for each in found] == ["zenflow", "zero_offload", "adamw"]
+    both = ["adamw begins", "zenflow begins", "adamw is ready", "zenflow is ready"]
+    if not at_once:
+        both[1], both[2] = both[2], both[1]
+    assert order == [*both, "zero_offload begins", "zero_offload is ready"]
+
+
 def test_part_without_a_number_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that does not fit is no fault, but a part in which no other one was measured is not done."""
 

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "one step late": {"options": {"staleness": 1}},
     "zero_offload": {"options": {"policy": "zero_offload"}},
     "weights": {"options": WEIGHTS},
+    "weights of a second model": {"options": WEIGHTS, "second": True},
     "int8": {"options": {"gradient_transfer": "int8"}},
 }
 OTHERS: dict[str, dict[str, Any]] = {

@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.recording import RecordingEngine
+from zenflow_compile import backend
 from zenflow_compile.backend import ServedGraph, zenflow
 from zenflow_compile.compiler.ownership import engines_of, optimizer_of
+from zenflow_compile.passes.base import Phase
 from zenflow_compile.planning.plan import Placement
 
 EAGER = {"inner": "eager"}
@@ -200,6 +204,29 @@ def test_two_models_of_one_class(dynamic: bool, interleaved: bool, recording: Ca
     for model, engine, reference in zip(models, engines, references, strict=True):
         check(model, engine, reference)
         assert engine.runs("offload_gradients") == {0: 3, 2: 3}
+
+
+def test_weights_of_later_models_are_static(
+    recording: Callable[..., RecordingEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else Inductor reads the address of each weight at every call on a GPU: it has none while in host memory."""
+    static: list[list[int]] = []
+    rewrite = backend.rewrite_and_record
+
+    def spy(gm: GraphModule, ctx: Any, compile_id: str) -> Any:
+        context = TracingContext.get()
+        if ctx.phase is Phase.FORWARD:
+            static.append(list(context.fw_metadata.static_input_indices))
+        return rewrite(gm, ctx, compile_id)
+
+    monkeypatch.setattr(backend, "rewrite_and_record", spy)
+    models = [MLP(), MLP()]
+    for model in models:
+        recording(model)
+        torch.compile(model, backend=zenflow, options=EAGER)(vectors()).sum().backward()
+    first, second = static
+    assert first == second
+    assert len(first) == len(list(models[0].parameters()))
 
 
 def test_twelve_layers_behind_breaks(recording: Callable[..., RecordingEngine]) -> None:

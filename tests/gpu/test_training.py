@@ -10,6 +10,7 @@ import zenflow_compile as zf
 from tests.gpu.training import (
     CPU,
     GPU,
+    LR,
     STEPS,
     assert_equal_but_for_rounding,
     assert_same,
@@ -17,6 +18,7 @@ from tests.gpu.training import (
     distance,
     make_model,
     offloading,
+    rounding_to_int8,
     train,
     weights_of,
 )
@@ -50,7 +52,7 @@ entries = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "comp
 )
 def test_exact_options_reproduce_adamw(options: dict[str, object], compiled: bool) -> None:
     reference = make_model()
-    fused = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+    fused = torch.optim.AdamW(reference.parameters(), lr=LR, fused=True)
     expected = train(reference, fused, compiled=compiled)
     model = make_model()
     with offloading(model, **options) as optimizer:
@@ -82,7 +84,10 @@ def test_cuda_trains_as_the_cpu(options: dict[str, object], dtype: torch.dtype, 
         model = make_model(dtype, device)
         with offloading(model, **options) as optimizer:
             found.append(train(model, optimizer, compiled=compiled))
-    assert_equal_but_for_rounding(found[0], found[1], dtype)
+    if options.get("gradient_transfer") == "int8" and dtype == torch.float32:
+        assert distance(*found) <= rounding_to_int8(dtype)
+    else:
+        assert_equal_but_for_rounding(found[0], found[1], dtype)
 
 
 @dtypes

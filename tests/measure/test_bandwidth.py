@@ -144,4 +144,5 @@ def test_cuda_measures_pinned_and_unpinned_memory() -> None:
     assert all(rates.to_host > 0 and rates.to_device > 0 for rates in found)
     assert bandwidth.device_rate(device, 2, slices=512, length=512).parameters > 0
     assert bandwidth.resident_rate(device, torch.bfloat16, 1 << 28).parameters > 0
-    assert all(rate > 0 for rate in bandwidth.rates(device, (CORE,)))
+    found_soon = bandwidth.rates(device, (CORE,))
+    assert min(found_soon.host, found_soon.to_host, found_soon.to_device) > 0

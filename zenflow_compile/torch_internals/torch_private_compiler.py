@@ -108,6 +108,7 @@ class CapturedGraph:
     Attributes:
         graph: the graph. Compilers edit graphs, so they get copies.
         sources: where Dynamo found each input; None where unknown.
+        param_sources: the same for parameters that are attributes of the graph, by name.
         fakes: its inputs as fake tensors: the shapes, which may be symbolic, and no memory.
         fake_mode: their mode; None outside Dynamo.
         grad_enabled: whether gradients were on, which decides between a training and an inference graph.
@@ -116,6 +117,7 @@ class CapturedGraph:
 
     graph: torch.fx.GraphModule
     sources: tuple[Any, ...]
+    param_sources: dict[str, Any]
     fakes: tuple[Any, ...]
     fake_mode: Any
     grad_enabled: bool
@@ -151,6 +153,7 @@ def capture(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> CapturedGraph:
     return CapturedGraph(
         graph=copy.deepcopy(gm),
         sources=tuple(getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")),
+        param_sources=getattr(gm, "_param_name_to_source", {}),
         fakes=fakes,
         fake_mode=context.fake_mode if context is not None else None,
         grad_enabled=torch.is_grad_enabled(),
@@ -167,6 +170,11 @@ def compile_again(captured: CapturedGraph, compiler: Callable[..., Any]) -> Call
     from torch._guards import TracingContext, compile_context, tracing
 
     gm = copy.deepcopy(captured.graph)
+    # What a copy lacks of Dynamo's graph. Without it AOTAutograd takes no weight for a static input, and on a GPU
+    # Inductor's code reads the address of each at every call: weights in host memory have none.
+    gm._param_name_to_source = captured.param_sources  # type: ignore[assignment]
+    for node, source in zip(gm.graph.find_nodes(op="placeholder"), captured.sources, strict=True):
+        node._dynamo_source = source
     with (
         tracing(TracingContext(captured.fake_mode)),
         compile_context(captured.compile_context),

@@ -68,13 +68,26 @@ def main() -> None:
     torch.backends.cudnn.enabled = False  # a stub, whose answers are zero
     fake = ctypes.PyDLL("libfakegpu.so")  # its calls keep Python's lock
     member = zoo.BY_NAME[given["model"]] if "model" in given else None
-    model = LossOfLlama() if member is None else LossOfMember(member)
+
+    def make() -> nn.Module:
+        return LossOfLlama() if member is None else LossOfMember(member)
+
+    model = make()
     inputs = [torch.randint(0, 1024, (2, 128))] if member is None else member.inputs(0)
     inputs = [each.to(DEVICE) for each in inputs]
     options: dict[str, Any] = {"lr": 1e-3, "device_share": 0.0} | given.get("options", {})
     optimizer = zf.ZenFlowAdamW(model.named_parameters(), **options)
-    inner = given.get("inner", "inductor")
-    compiled = torch.compile(model, backend="zenflow", options={"inner": inner}, dynamic=False)
+
+    def compile_it(model: nn.Module) -> Any:
+        inner = given.get("inner", "inductor")
+        return torch.compile(model, backend="zenflow", options={"inner": inner}, dynamic=False)
+
+    if given.get("second"):  # Dynamo's graph of the first model serves both
+        first = make()
+        with zf.ZenFlowAdamW(first.named_parameters(), **options) as other:
+            compile_it(first)(*inputs).backward()
+            other.step()
+    compiled = compile_it(model)
 
     held: list[ctypes.c_uint32] = []
 
