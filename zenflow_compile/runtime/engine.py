@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.moments import Moments, present
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -47,8 +49,64 @@ class Engine(StepRunner):
     ) -> None:
         super().__init__(groups, options, device, in_backward=in_backward, ranks=ranks, sharded=sharded)
         self._end_callback = _end_callback(weakref.ref(self))
+        self.arrange()
         # Last: from here on graphs, and the handler of forks, find the engine.
         ops.register_engine(self)
+
+    def arrange(self) -> None:
+        """Make the moments of a step from the parts that the engine has now. The reason for a place is beside it."""
+        order, ranks, run_ahead = self.order, self.ranks, self.run_ahead
+        exchange, weights = self.registry.transport.exchange, self.weights
+        backward, recorder = self.backward, self.recorder
+        streamed = self.streamed if self.streamed.params else None
+        measured = self.min_window if self.schedule.measured else None
+        profiled = recorder.timeline is not None
+
+        def phase(name: str) -> object:
+            return profiled and partial(recorder.begin_phase, name)
+
+        enter = present(order and order.follow)
+        use_memory = present(self.device_memory.given_back and self.bring_back)
+        begin_updates = present(self.registry.check_groups, run_ahead and run_ahead.begin_step)
+        self.moments = Moments(
+            enter=enter,
+            enter_ahead=present(order and order.follow_step),
+            use_memory=use_memory,
+            enter_backward=present(
+                *enter,  # first: the others queue work
+                *use_memory,  # before all that reads the device's state
+                self.registry.check_unchanged,
+                backward.enter_thread,  # before the refusals of several threads
+                ranks and backward.refuse_concurrent,  # ranks send gradients in one order
+                ranks and ranks.begin_backward,
+                self.in_backward and self.begin_in_backward,  # last: its updates may run at once
+            ),
+            begin_backward=present(
+                measured and measured.begin_backward,  # first: the others' work is not the forward's
+                phase("backward"),
+                exchange and exchange.start_uploads,  # after the forward, whose weights come through the same lane
+                streamed and streamed.prefetch,
+            ),
+            gradients=present(*enter, streamed and streamed.prefetch),
+            end_backward=present(profiled and recorder.end_phase),
+            forward=present(phase("forward")),
+            begin_updates=begin_updates,
+            begin_step=present(
+                *enter,
+                *begin_updates,  # first of all that may raise: nothing has been changed then
+                weights.weights and weights.begin_step,
+                streamed and streamed.raise_failures,
+                streamed and streamed.check_weights,
+                phase("update"),
+            ),
+            before_updates=present(exchange and exchange.finish),
+            end_step=present(
+                run_ahead and run_ahead.end_step,
+                measured and measured.end_step,  # before the profiler's own work
+                profiled and recorder.end_step,
+                self.sharded and order and order.end_step,  # last: it notes what the step has queued
+            ),
+        )
 
     # Ops of backward graphs, and hooks on ``.grad``.
 
@@ -61,38 +119,18 @@ class Engine(StepRunner):
         if task == backward.task:
             return
         self.used = True
-        if self.order is not None:
-            self.order.follow()
-        if self.device_memory.given_back:
-            self._bring_back()
-        self.registry.check_unchanged()
-        backward.enter_thread()
-        if self.ranks is not None:
-            if backward.concurrent:
-                errors.refuse_concurrent_backward()  # gradients are sent in one order
-            self.ranks.begin_backward()
-        if self.in_backward:
-            self._begin_in_backward(arrived)
+        backward.arrived = arrived
+        for call in self.moments.enter_backward:
+            call()
         # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
         backward.task = task
         backward.contributed = backward.received = False
         torch_private.queue_backward_callback(self._end_callback)
-        if self.schedule.shortest_window is None:
-            measured = self._min_window.begin_backward(len(self.graphs))
-            if (calls := self.calls) is None:
-                self.schedule.shortest_window = measured
-            else:
-                calls.measured_window = measured or calls.measured_window
-        if self.recorder.timeline is not None:
-            self.recorder.begin_phase("backward")
-        # Only now: the forward's weights come through the same lane.
-        if (exchange := self.registry.transport.exchange) is not None:
-            exchange.start_uploads()
-        if self.streamed.params:
-            self.streamed.prefetch()
+        for call in self.moments.begin_backward:
+            call()
 
-    def _begin_in_backward(self, arrived: int | None) -> None:
-        """Begin a backward that steps at its end. Gradients of a failed one are dropped; that of ``arrived`` stays.
+    def begin_in_backward(self) -> None:
+        """Begin a backward that steps at its end. Gradients of a failed one are dropped; the one that arrived stays.
 
         Raises:
             RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
@@ -103,15 +141,12 @@ class Engine(StepRunner):
                 "does not tell when that is; run the backward without compiled autograd, or create a ZenFlowAdamW and "
                 "call its step()"
             )
-        if self.backward.concurrent:
-            errors.refuse_concurrent_backward()
-        # Updates may run before ``begin_update`` does both.
-        self.registry.check_groups()
-        if self.run_ahead is not None:
-            self.run_ahead.begin_step()
+        self.backward.refuse_concurrent()
+        for call in self.moments.begin_updates:  # updates may run before ``begin_update`` does this
+            call()
         if self.backward.task is not None:
             self._refuse_half_made_step()
-            with self.stale.dropped(arrived):
+            with self.stale.dropped(self.backward.arrived):
                 self.discard()
                 self.backward.task = None  # nothing is left of it
         self._compare_samples()
@@ -148,39 +183,22 @@ class Engine(StepRunner):
                     "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
                 )
             return
-        if self.recorder.timeline is not None:
-            self.recorder.end_phase()
+        for call in self.moments.end_backward:
+            call()
         if self.backward.contributed:
             if self.ranks is not None:
-                self._receive_in_order(self.backward.task)
+                _receive_in_order(self.backward.task)
             self.backward.count += 1
             if self.in_backward and self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
                 self._on_backward_end(optimizer)
         self.backward.task = None  # last: until here an interrupt leaves the same state as a backward that raised
 
-    def _receive_in_order(self, task: int | None) -> None:
-        """Receive the gradients of a backward that is over, those of all engines in an order that all ranks have.
-
-        Ranks may call the engines in other orders: each engine learns of the end by its first gradient.
-        """
-        found: dict[int, Engine] = {}
-        for engine in ops.live_engines():
-            if isinstance(engine, Engine) and engine.ranks is not None and engine.backward.task == task:
-                found[engine.ranks.group.number] = engine
-        for _, engine in sorted(found.items()):
-            backward, ranks = engine.backward, engine.ranks
-            if ranks is not None and backward.contributed and not backward.received and engine._split_now:
-                backward.received = True
-                ranks.end_backward()
-
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Take the gradients of the parameters ``ps`` from a graph, and start their copies."""
         split_now, chosen = self._split_now, [self.offloaded[p] for p in ps]
         with self.backward.lock:
-            if self.order is not None:
-                self.order.follow()
-            if self.streamed.params:
-                self.streamed.prefetch()
+            for call in self.moments.gradients:
+                call()
             # Under the lock: a backward in another thread may bring a gradient of the same parameter.
             # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
             usual = torch_private.accumulates_all([offloaded.accumulate_node for offloaded in chosen])
@@ -246,10 +264,8 @@ class Engine(StepRunner):
             known = torch_private.current_graph_task() == backward.task
             if not known or self.failure is not None or self._closing or self.in_child:
                 self.begin_backward(p)
-            if self.order is not None:
-                self.order.follow()
-            if self.streamed.params:
-                self.streamed.prefetch()
+            for call in self.moments.gradients:
+                call()
             param, offloaded = self.params[p], self.offloaded.get(p)
             if offloaded is None:
                 backward.contributed = True
@@ -281,8 +297,8 @@ class Engine(StepRunner):
         """Add ``grad``, which autograd accumulates into the gradient of parameter ``p`` in ``.grad``."""
         with self.backward.lock:
             self.begin_backward(p)
-            if self.order is not None:
-                self.order.follow()
+            for follow in self.moments.enter:
+                follow()
             self.backward.contributed = True
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
@@ -326,8 +342,8 @@ class Engine(StepRunner):
             return
         if self.failure is not None or self._closing:
             self._check()
-        if self.recorder.timeline is not None:
-            self.recorder.begin_phase("forward")
+        for call in self.moments.forward:
+            call()
         step, own, uploads = self.step, self.params, self.uploads
         for p, param in zip(ps, params, strict=True):
             if param is not own[p]:
@@ -338,16 +354,16 @@ class Engine(StepRunner):
             # Without an update in flight the step notices writes in time, unless updates run in the backward.
             in_flight = offloaded.host.flushed or offloaded.arriving is not None
             if in_flight or weights.counter.shared or (self.in_backward and weights.written_by_others):
-                if self.order is not None:
-                    self.order.follow()
+                for follow in self.moments.enter:
+                    follow()
                 uploads.before_use(offloaded, step)
 
     def begin_weights(self, graph: int) -> None:
         """A graph that loads weights begins: start the copies of those that it loads first."""
         if self.in_child or self._closing or self.failure is not None:
             return
-        if self.order is not None:
-            self.order.follow()
+        for follow in self.moments.enter:
+            follow()
         self.weights.begin(graph)
 
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
@@ -359,18 +375,34 @@ class Engine(StepRunner):
                 "saved_tensors_hooks (or save_on_cpu) are active, and would read weights that offload_weights keeps "
                 "in host memory; run the compiled model outside of them, or pass offload_weights=False"
             )
-        if self.order is not None:
-            self.order.follow()
+        for follow in self.moments.enter:
+            follow()
         self.weights.load(p, inputs)
 
     def unload_weight_(self, p: int) -> None:
         """Give the device's memory of a weight back, which a graph has read for the last time for now."""
-        if self.order is not None:
-            self.order.follow()
+        for follow in self.moments.enter:
+            follow()
         self.weights.unload(p)
 
     def inference(self) -> AbstractContextManager[None]:
         return self.recorder.inference()
+
+
+def _receive_in_order(task: int | None) -> None:
+    """Receive the gradients of a backward that is over, those of all engines in an order that all ranks have.
+
+    Ranks may call the engines in other orders: each engine learns of the end by its first gradient.
+    """
+    found: dict[int, Engine] = {}
+    for engine in ops.live_engines():
+        if isinstance(engine, Engine) and engine.ranks is not None and engine.backward.task == task:
+            found[engine.ranks.group.number] = engine
+    for _, engine in sorted(found.items()):
+        backward, ranks = engine.backward, engine.ranks
+        if ranks is not None and backward.contributed and not backward.received and engine._split_now:
+            backward.received = True
+            ranks.end_backward()
 
 
 def _is_only_in_grad(param: Parameter) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -19,6 +20,7 @@ from zenflow_compile.planning.weight_memory import GraphLoads, OffloadedWeights
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.moments import Moments
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim, Holders
 from zenflow_compile.runtime.parameters.host_weight import Place
@@ -26,7 +28,7 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass, StaleGradients
-from zenflow_compile.runtime.step.min_window import ShortestWindow
+from zenflow_compile.runtime.step.min_window import MeasuredWindow, ShortestWindow
 from zenflow_compile.runtime.step.optimizer_step import RunAhead
 from zenflow_compile.runtime.step.rank_calls import RankCalls, ShardCalls
 from zenflow_compile.runtime.step.schedule import Schedule
@@ -37,7 +39,7 @@ from zenflow_compile.torch_internals import torch_private
 _ids = itertools.count()
 
 
-class OptimizerRuntime:
+class OptimizerRuntime(ABC):
     """Owns streams, workers, host memory and update windows of one optimizer.
 
     Attributes:
@@ -52,6 +54,7 @@ class OptimizerRuntime:
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
         used: a graph, a gradient or an optimizer step depends on this engine.
         in_child: this is a forked child's copy, which has neither the threads nor the host memory.
+        moments: what the parts do at each moment of a step.
         sharded: the parameters are those of a model that FSDP2 shards, over one rank or several.
     """
 
@@ -66,6 +69,7 @@ class OptimizerRuntime:
         sharded: bool = False,
     ) -> None:
         self.id = next(_ids)
+        self.moments: Moments
         self.groups = groups
         self.options = options
         self.in_backward = in_backward
@@ -111,10 +115,15 @@ class OptimizerRuntime:
         self._closing = False  # close() has begun; after an interrupt in it only another close() may follow
         self._finished = False  # in close(): all work has ended
         self._module_hooks: list[shard_hooks.Removable] = []
-        self._min_window = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
+        shortest = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
+        self.min_window = MeasuredWindow(shortest, self.schedule, self.graphs, self.calls)
         self._claim: Claim | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._updating = False  # between begin_update and end_update: all gradients are final
+
+    @abstractmethod
+    def arrange(self) -> None:
+        """Make the moments of a step again: a part has come or gone."""
 
     def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:
         """Serve the optimizer that made ``claim``; ``on_backward_end(optimizer)`` runs after each backward."""
@@ -147,7 +156,10 @@ class OptimizerRuntime:
             self.synchronize()
             self._bring_back()
         known = len(self.params)
-        self.registry.add(named, first_group)
+        try:
+            self.registry.add(named, first_group)
+        finally:
+            self.arrange()
         self.schedule.make_room(len(self.params))
         self.keep_hooks(shard_hooks.hook_shards(self.registry.given[known:], self.id))
         if self.ranks is not None:
@@ -192,6 +204,7 @@ class OptimizerRuntime:
     def timeline(self, timeline: Timeline | None) -> None:
         self.registry.transport.land()  # what has ended so far belongs to the timeline before
         self.recorder.attach(timeline)
+        self.arrange()
 
     # Models, and readers of weights outside of compiled graphs.
 
@@ -232,8 +245,8 @@ class OptimizerRuntime:
         for offloaded in self.uploads.by_deadline():
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
-        if (exchange := self.registry.transport.exchange) is not None:
-            exchange.finish()
+        for call in self.moments.before_updates:
+            call()
         self.streamed.wait()
 
     def offload_all(self) -> None:
@@ -265,7 +278,10 @@ class OptimizerRuntime:
             self.schedule.list_memory(found)
             if self.ranks is not None:
                 self.ranks.list_memory(found)
-            self.device_memory.offload(found)
+            try:
+                self.device_memory.offload(found)
+            finally:
+                self.arrange()
 
     def reload_all(self) -> None:
         """Have everything on the device that ``offload_all`` has moved, or raise torch.OutOfMemoryError."""
@@ -273,11 +289,16 @@ class OptimizerRuntime:
         self._bring_back()
 
     def _bring_back(self) -> None:
-        if self.device_memory.given_back:
-            if self.order is not None:
-                self.order.follow()
-            with self.announcing():
-                self.device_memory.bring_back()
+        for call in self.moments.use_memory:
+            call()
+
+    def bring_back(self) -> None:
+        """Have everything on the device that ``offload_all`` has moved, or raise torch.OutOfMemoryError."""
+        for follow in self.moments.enter:
+            follow()
+        with self.announcing():
+            self.device_memory.bring_back()
+        self.arrange()
 
     def announcing(self) -> AbstractContextManager[None]:
         """Tell the other ranks of an error inside of the block, if there are any: they would wait for this one."""
@@ -326,14 +347,15 @@ class OptimizerRuntime:
         chosen = [self.offloaded[p] for each in sharded if (p := self.index_of(each)) in self.offloaded]
         if torch_private.current_graph_task() == -1:  # weights are gathered for backwards, too
             self.uploads.extend_order([offloaded.plan.index for offloaded in chosen])
-            if self.recorder.timeline is not None and torch.is_grad_enabled():
-                self.recorder.begin_phase("forward")
+            if torch.is_grad_enabled():
+                for call in self.moments.forward:
+                    call()
         for offloaded in chosen:
             offloaded.uses += 1
         if not any(offloaded.host.flushed for offloaded in chosen):
             return
-        if self.order is not None:
-            self.order.follow_step()
+        for follow in self.moments.enter_ahead:
+            follow()
         with self.announcing(), torch_private.outside_of_transforms():
             for offloaded in chosen:
                 self.registry.follow_storage(offloaded.plan.index)
@@ -372,8 +394,8 @@ class OptimizerRuntime:
             # Hazard: weights in files take turns in memory. A load would wait for the job of another parameter, which
             # an interrupted step has never queued.
             self.uploads.withdraw(self.failure)
-        if self.order is not None:
-            self.order.follow()
+        for follow in self.moments.enter:
+            follow()
         ps = None if params is None else [p for param in params if (p := self.index_of(param)) is not None]
         with torch_private.outside_of_transforms():
             self.weights.hold(ps, to_write=to_write)
@@ -395,8 +417,8 @@ class OptimizerRuntime:
 
     def release_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Unload weights that are held. None: all."""
-        if self.order is not None:
-            self.order.follow()
+        for follow in self.moments.enter:
+            follow()
         self.weights.release(
             None if params is None else [p for each in params if (p := self.index_of(each)) is not None]
         )
@@ -455,7 +477,7 @@ class OptimizerRuntime:
         # Before ``registry.abandon``, which would wait forever for a job that was never queued.
         self.uploads.abandon()
         self.schedule.forget()
-        self._min_window.forget()
+        self.min_window.forget()
         self.registry.drop_grads()
         self.stale.forget()
         self.registry.abandon()
@@ -468,8 +490,8 @@ class OptimizerRuntime:
             raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
         if self.failure is not None:
             errors.refuse_failed(self.failure)
-        if self.order is not None:
-            self.order.follow()
+        for follow in self.moments.enter:
+            follow()
 
     def _check_backward(self) -> None:
         """Raise if the last backward of the optimizer-in-backward form failed half-way; not inside of a backward."""
@@ -549,8 +571,8 @@ class OptimizerRuntime:
         if not self._finished:
             if self.failure is None:
                 self._check_backward()
-            if self.order is not None:
-                self.order.follow()
+            for follow in self.moments.enter:
+                follow()
             try:
                 self._bring_back()
                 flush = flush and self.failure is None

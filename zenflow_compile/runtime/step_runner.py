@@ -60,8 +60,8 @@ class StepRunner(OptimizerRuntime):
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
         self._check()
-        if self.device_memory.given_back:
-            self._bring_back()
+        for call in self.moments.use_memory:
+            call()
         if (calls := self.calls) is None:
             ran = self._run_step()
         else:
@@ -92,21 +92,12 @@ class StepRunner(OptimizerRuntime):
         Raises: see ``ParamRegistry.check_groups``, or work in flight failed; nothing has been changed then.
         """
         self.used = True
-        if self.order is not None:
-            self.order.follow()
-        self.registry.check_groups()
-        if self.run_ahead is not None:
-            self.run_ahead.begin_step()
-        fitting = self.weights.begin_step() if self.weights.weights else {}
-        if self.streamed.params:
-            self.streamed.raise_failures()
-            self.streamed.check_weights()
-        if self.recorder.timeline is not None:
-            self.recorder.begin_phase("update")
+        for call in self.moments.begin_step:
+            call()
         if not self.in_backward and self.registry.unseen_writes.frozen:
             self.registry.unseen_writes.compare_unfrozen()
         to_take = dict.fromkeys(untaken)
-        suspect = self._work_may_have_failed()
+        suspect = self.registry.transport.may_have_failed
         for offloaded in self.offloaded.values():
             if suspect:
                 offloaded.raise_failures()
@@ -122,8 +113,8 @@ class StepRunner(OptimizerRuntime):
                 offloaded.receive_weights()
         if not self.in_backward:
             self.registry.unseen_writes.begin_step()
-        if fitting:
-            self._keep_fitting(fitting)
+        if self.weights.fitting:
+            self._keep_fitting(self.weights.fitting)
         for offloaded in to_take:
             if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()
@@ -133,13 +124,6 @@ class StepRunner(OptimizerRuntime):
         if (timeline := self.recorder.timeline) is not None:
             record_norms(self.registry, timeline)
         self._updating = True  # last, so that an error above leaves it unset
-
-    def _work_may_have_failed(self) -> bool:
-        """Return whether the step has to look for what failed before it begins."""
-        transport = self.registry.transport
-        lanes = transport.to_host.failed or transport.to_device.failed
-        in_files = transport.files is not None and transport.files.files.threads.failed
-        return lanes or transport.workers.failed or in_files or transport.interrupted
 
     def _keep_fitting(self, fitting: Mapping[int, str]) -> None:
         """Keep weights that fit, which no update in flight overwrites: due ones have been applied."""
@@ -161,8 +145,8 @@ class StepRunner(OptimizerRuntime):
             on_device = [p for p in ps if self.offloaded[p].plan.k]
             for p, param in zip(on_device, params, strict=True):
                 self.registry.check_storage(p, param)
-        if self.order is not None:
-            self.order.follow()
+        for follow in self.moments.enter:
+            follow()
         warming_up = self.schedule.begin_step(self.step)
         members = self._taking_part(ps)
         try:
@@ -196,8 +180,8 @@ class StepRunner(OptimizerRuntime):
         return whole and not offloaded.weights.counter.shared and self._split_now
 
     def _update_slices(self, members: Sequence[Member]) -> None:
-        if (exchange := self.registry.transport.exchange) is not None:
-            exchange.finish()
+        for call in self.moments.before_updates:
+            call()
         chosen = [each for each in members if each.offloaded.record is not None and each.offloaded.plan.k]
         if self.shards is not None:
             self.shards.sum_norms([each.offloaded for each in chosen])
@@ -256,15 +240,9 @@ class StepRunner(OptimizerRuntime):
                 offloaded.announced, offloaded.uses = True, 0
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.streamed.prefetch()
-        if self.run_ahead is not None:
-            self.run_ahead.end_step()
-        if self.schedule.shortest_window is None:
-            self._min_window.end_step(len(self.graphs))
-        if self.recorder.timeline is not None:
-            self.recorder.end_step()
+        for call in self.moments.end_step:
+            call()
         self.recorder.step = self.step
-        if self.order is not None and self.sharded:
-            self.order.end_step()
 
     def show_consumed(self) -> None:
         """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""

@@ -167,6 +167,8 @@ class HostWeights:
 
     Attributes:
         kept: why a weight stays on the device all the time, by index.
+        fitting: what ``offload_weights="auto"`` keeps on the device from this step on, with the reason, for ``keep``.
+            Nothing is recompiled: their loads and unloads in compiled graphs do nothing from then on.
         ring_bytes: of loaded weights.
         loaded_bytes: of weights that may be unloaded, now; peak_bytes: at most since the last optimizer step began.
         held_bytes: of those that are held, since then; loads: since then.
@@ -183,6 +185,7 @@ class HostWeights:
     ) -> None:
         self.weights: dict[int, HostWeight] = {}
         self.kept: dict[int, str] = {}
+        self.fitting: dict[int, str] = {}
         self.ring_bytes = 0
         self.loaded_bytes = self.peak_bytes = self.held_bytes = self.loads = 0
         self.prefetch = WeightPrefetch(transport, self.weights, apply_due)
@@ -377,20 +380,14 @@ class HostWeights:
         if run:
             yield run
 
-    def begin_step(self) -> dict[int, str]:
-        """An optimizer step begins: whatever read weights has ended.
-
-        Returns:
-            Weights that ``offload_weights="auto"`` keeps on the device from now on, with the reason, for ``keep``.
-            Nothing is recompiled: their loads and unloads in compiled graphs do nothing from then on.
-        """
+    def begin_step(self) -> None:
+        """An optimizer step begins: whatever read weights has ended."""
         self.release()
-        fitting = self._fitting()
+        self.fitting = self._fitting()
         self._steps += 1
         if self._steps == _NOTICED_AFTER:
             self._warn_of_unread()
         self.peak_bytes, self.held_bytes, self.loads = self.loaded_bytes, 0, 0
-        return fitting
 
     def _fitting(self) -> dict[int, str]:
         if self.room is None:

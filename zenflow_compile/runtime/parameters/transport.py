@@ -90,6 +90,13 @@ class Transport:
         """Of state and of weights in files."""
         return self.files, self.weight_files
 
+    @property
+    def may_have_failed(self) -> bool:
+        """Return whether a step has to look for what failed before it begins."""
+        lanes = self.to_host.failed or self.to_device.failed
+        in_files = self.files is not None and self.files.files.threads.failed
+        return lanes or self.workers.failed or in_files or self.interrupted
+
     def land(self) -> None:
         """Record the jobs that have ended since."""
         self.workers.land()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import torch
 
@@ -24,6 +24,8 @@ from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, UpdateW
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.step.rank_calls import StepMessages
+from zenflow_compile.runtime.step.schedule import Schedule
 
 _CACHES = 2  # the measurement of the host's rate covers this many times the last-level cache
 
@@ -84,6 +86,36 @@ class ShortestWindow:
         hidden_s = (step_s if self._whole_step else forward_s) + plans[0].staleness * step_s
         self.forget()
         return shortest_window(plans, bytes_per_second=self._bytes_per_second, hidden_s=hidden_s)
+
+
+class MeasuredWindow:
+    """Bounds the update windows of one engine as soon as the bound is known: a part of it at each backward and step.
+
+    Args:
+        graphs: what the backend has compiled for the engine.
+        calls: of several ranks, of which the first one's measurement counts: it comes with the next step's message.
+    """
+
+    def __init__(self, shortest: ShortestWindow, schedule: Schedule, graphs: Sized, calls: StepMessages | None) -> None:
+        self._shortest = shortest
+        self._schedule = schedule
+        self._graphs = graphs
+        self._calls = calls
+
+    def begin_backward(self) -> None:
+        if self._schedule.shortest_window is None:
+            measured = self._shortest.begin_backward(len(self._graphs))
+            if self._calls is None:
+                self._schedule.shortest_window = measured
+            else:
+                self._calls.measured_window = measured or self._calls.measured_window
+
+    def end_step(self) -> None:
+        if self._schedule.shortest_window is None:
+            self._shortest.end_step(len(self._graphs))
+
+    def forget(self) -> None:
+        self._shortest.forget()
 
 
 def shortest_window(plans: Sequence[ParamPlan], *, bytes_per_second: float, hidden_s: float) -> int:

@@ -114,6 +114,7 @@ class Schedule:
     """Decides flushes and re-selections for all parameters of an engine.
 
     Attributes:
+        measured: whether the least length of update windows is measured, as of ``update_interval="auto"``.
         shortest_window: least length, in steps, of adaptive update windows. None until it is measured: any length.
     """
 
@@ -123,8 +124,8 @@ class Schedule:
         self._options = options
         self.adaptive = options.adaptive
         shortest, longest = options.window_bounds if self.adaptive else (1, 1)
-        self._measured = shortest is None and longest > 1
-        self.shortest_window = None if self._measured else shortest or 1
+        self.measured = shortest is None and longest > 1
+        self.shortest_window = None if self.measured else shortest or 1
         self._windows: dict[int, AdaptiveWindow] = {}
         self._leaving: dict[int, float] = {}  # selected slices that would leave, by parameter
         self._drifts: dict[int, tuple[DeviceState, Selection]] = {}  # counted at the end of the step
@@ -217,7 +218,7 @@ class Schedule:
 
     def continue_with(self, shortest_window: int | None) -> None:
         """Use the shortest update window of the resumed run, unless the options set it."""
-        if self._measured:
+        if self.measured:
             self.shortest_window = shortest_window
 
     def end_step(self) -> None:
@@ -302,7 +303,7 @@ class Schedule:
         """Bounds of the lengths of adaptive update windows; None where windows are of fixed length."""
         if not self.adaptive:
             return None
-        return AdaptiveWindows(self.shortest_window, self._options.longest_window, self._measured)
+        return AdaptiveWindows(self.shortest_window, self._options.longest_window, self.measured)
 
     def _take_values(self) -> None:
         """Take the values of the step before last, unless they were taken."""

@@ -1,0 +1,51 @@
+"""The moments of a training step: which parts of an engine take part in each, and in which order.
+
+A part that an engine does not have takes part in nothing, and costs nothing: a moment is one tuple of calls, which is
+made again when a part comes or goes (a profiler, parameters, memory that is given back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Calls: TypeAlias = tuple[Callable[[], object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What runs at each moment, in order.
+
+    Attributes:
+        enter: code is about to queue work on the engine's memory.
+        enter_ahead: so is FSDP2, in a stream that runs ahead of the training's.
+        use_memory: the engine's memory of the device must be there.
+        enter_backward: a gradient shows that another backward runs; an error leaves that backward unknown.
+        begin_backward: the engine has begun it.
+        gradients: gradients have arrived.
+        end_backward: the backward is over.
+        forward: weights are about to be read by a forward.
+        begin_updates: parameters are about to be updated, in a step or in a backward.
+        begin_step: the optimizer step begins.
+        before_updates: the engine is about to change selected slices.
+        end_step: all work of the step is queued.
+    """
+
+    enter: Calls
+    enter_ahead: Calls
+    use_memory: Calls
+    enter_backward: Calls
+    begin_backward: Calls
+    gradients: Calls
+    end_backward: Calls
+    forward: Calls
+    begin_updates: Calls
+    begin_step: Calls
+    before_updates: Calls
+    end_step: Calls
+
+
+def present(*calls: object) -> Calls:
+    """Those of the calls of parts that are there: the others are None or False."""
+    return tuple(call for call in calls if callable(call))
