@@ -200,7 +200,7 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
                     examples.extend(node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
                 engine.graphs.append(rewrite_and_record(gm, ctx, compile_id))
                 if ctx.weights is not None:
-                    engine.declare_loads(ctx.number, loads_of(gm, ctx))
+                    engine.weights.declare(ctx.number, loads_of(gm, ctx))
                 if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
                     forward_order[engine_id] = order
                     engine.declare_forward_order(order)

@@ -157,14 +157,24 @@ def _start(
     schedule: Schedule,
     memory_bytes: int | None,
 ) -> list[_Present]:
-    """Start systems, each in its stack, and wait for them: one compiles while others do, if all can train at once."""
+    """Start systems, each in its stack, and wait for them: one compiles while others do, if all can train at once.
+
+    One that found no memory beside the others, after all, starts again when they wait.
+    """
     at_once = memory_bytes is not None and fit([turns.case for turns, _ in systems], memory_bytes, at_once=True)
     present: list[_Present] = []
     for turns, stack in systems:
         present.append((turns, _made(turns, stack, make, schedule)))
         if not at_once:
             present[-1] = _ready(*present[-1])
-    return [_ready(*each) for each in present] if at_once else present
+    if not at_once:
+        return present
+    present = [_ready(*each) for each in present]
+    for number, (turns, stack) in enumerate(systems):
+        if turns.error is not None and turns.error.kind == "memory":
+            turns.error = None
+            present[number] = _ready(turns, _made(turns, stack, make, schedule))
+    return present
 
 
 def _made(

@@ -296,6 +296,24 @@ def test_systems_compile_at_once_where_they_fit(gigabytes: int, at_once: bool) -
     assert order == [*both, "zero_offload begins", "zero_offload is ready"]
 
 
+def test_system_without_memory_beside_others_starts_again() -> None:
+    """What a process takes while it compiles is an estimate."""
+    starts: list[str] = []
+
+    class Scarce(FakeWorker):
+        def start(self) -> None:
+            starts.append(self.case.system)
+            if starts == ["adamw"]:
+                raise WorkerError("CUDA out of memory", "memory")
+
+    make: Any = Scarce
+    companions, others = {"adamw": of_3b("adamw")}, {"zenflow": of_3b("zenflow")}
+    schedule = Schedule(rounds=2, steps=4)
+    found = {each.name: each for each in turns.take_turns(companions, others, schedule, make, memory_bytes=150 * 10**9)}
+    assert starts == ["adamw", "zenflow", "adamw"]
+    assert found["zenflow"].over == {"adamw": [0.75] * 2}
+
+
 def test_part_without_a_number_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that does not fit is no fault, but a part in which no other one was measured is not done."""
 

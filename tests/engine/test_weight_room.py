@@ -169,6 +169,21 @@ def test_added_weights_are_measured_again() -> None:
     run.optimizer.close()
 
 
+def test_profile_begins_when_all_weights_are_kept() -> None:
+    """Then the engine has no weights in host memory any longer, and its moments change without them."""
+    Counting.peak = peak_that_leaves(100 * WEIGHT)
+    run = Run(offload_weights="auto")
+    run.train(3)
+    assert not run.weights.weights
+    for _ in range(2):
+        with zf.profile(run.optimizer):
+            run.train(1)
+        run.train(1)
+    other = Run(offload_weights=1.0)
+    other.train(7)
+    assert run.equals(other)
+
+
 def test_limit_is_what_is_free_and_allocated() -> None:
     Counting.free, Counting.peak = 7 * WEIGHT, 2 * WEIGHT
     run = Run(offload_weights="auto")

@@ -85,7 +85,7 @@ def test_cuda_trains_as_the_cpu(options: dict[str, object], dtype: torch.dtype, 
         with offloading(model, **options) as optimizer:
             found.append(train(model, optimizer, compiled=compiled))
     if options.get("gradient_transfer") == "int8" and dtype == torch.float32:
-        assert distance(*found) <= rounding_to_int8(dtype)
+        assert distance(*found) <= rounding_to_int8()
     else:
         assert_equal_but_for_rounding(found[0], found[1], dtype)
 

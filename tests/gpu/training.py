@@ -101,18 +101,21 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 @cache
-def rounding_to_int8(dtype: torch.dtype) -> float:
-    """How far rounding moves the weights where it decides which of 255 numbers a gradient becomes.
+def rounding_to_int8() -> float:
+    """How far rounding moves fp32 weights where it decides which of 255 numbers a gradient becomes.
 
     A tenth of the distance between trainings with these numbers and with the gradients themselves: measured, a change
     of one weight by a hundredth gives a twentieth.
     """
     found = []
     for transfer in ("int8", "each"):
-        model = make_model(dtype, CPU)
+        model = make_model(device=CPU)
+        start = weights_of(model)
         with offloading(model, gradient_transfer=transfer) as optimizer:
             found.append(train(model, optimizer, compiled=False))
-    return distance(*found) / 10
+    apart = distance(*found) / 10
+    assert apart < 0.01 * distance(found[1], start)  # else a lost update would not show
+    return apart
 
 
 def assert_equal_but_for_rounding(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:

@@ -171,8 +171,8 @@ MUTANTS = {
         EXCHANGE + "_finish_oldest", "chunk.ticket.wait_on_device()", Case("reselect often", delays="H2D last")
     ),
     "step before the exchange": without(
-        "engine:Engine.arrange", "before_updates=present(exchange and exchange.finish)",
-        Case("reselect often", delays="H2D last"), "before_updates=()"
+        "engine:Engine.arrange", "settle=present(exchange and exchange.finish)",
+        Case("reselect often", delays="H2D last"), "settle=()"
     ),
     "exchange before the rows are on the host": without(
         EXCHANGE + "_send", "swap, inputs, needs", Case("reselect often", delays="D2H last"), "swap, (), needs",

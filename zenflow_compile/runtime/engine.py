@@ -26,7 +26,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
-from zenflow_compile.runtime.moments import Moments, present
+from zenflow_compile.runtime.moments import Moments, present, weakly
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -55,58 +55,58 @@ class Engine(StepRunner):
 
     def arrange(self) -> None:
         """Make the moments of a step from the parts that the engine has now. The reason for a place is beside it."""
-        order, ranks, run_ahead = self.order, self.ranks, self.run_ahead
-        exchange, weights = self.registry.transport.exchange, self.weights
-        backward, recorder = self.backward, self.recorder
-        streamed = self.streamed if self.streamed.params else None
-        measured = self.min_window if self.schedule.measured else None
-        profiled = recorder.timeline is not None
+        with self.backward.lock:  # threads may add and take parts
+            order, ranks, run_ahead = self.order, self.ranks, self.run_ahead
+            exchange, weights = self.registry.transport.exchange, self.weights
+            backward, recorder = self.backward, self.recorder
+            streamed = self.streamed if self.streamed.params else None
+            measured = self.min_window if self.schedule.measured else None
+            profiled = recorder.timeline is not None
 
-        def phase(name: str) -> object:
-            return profiled and partial(recorder.begin_phase, name)
+            def phase(name: str) -> object:
+                return profiled and partial(recorder.begin_phase, name)
 
-        enter = present(order and order.follow)
-        use_memory = present(self.device_memory.given_back and self.bring_back)
-        begin_updates = present(self.registry.check_groups, run_ahead and run_ahead.begin_step)
-        self.moments = Moments(
-            enter=enter,
-            enter_ahead=present(order and order.follow_step),
-            use_memory=use_memory,
-            enter_backward=present(
-                *enter,  # first: the others queue work
-                *use_memory,  # before all that reads the device's state
-                self.registry.check_unchanged,
-                backward.enter_thread,  # before the refusals of several threads
-                ranks and backward.refuse_concurrent,  # ranks send gradients in one order
-                ranks and ranks.begin_backward,
-                self.in_backward and self.begin_in_backward,  # last: its updates may run at once
-            ),
-            begin_backward=present(
-                measured and measured.begin_backward,  # first: the others' work is not the forward's
-                phase("backward"),
-                exchange and exchange.start_uploads,  # after the forward, whose weights come through the same lane
-                streamed and streamed.prefetch,
-            ),
-            gradients=present(*enter, streamed and streamed.prefetch),
-            end_backward=present(profiled and recorder.end_phase),
-            forward=present(phase("forward")),
-            begin_updates=begin_updates,
-            begin_step=present(
-                *enter,
-                *begin_updates,  # first of all that may raise: nothing has been changed then
-                weights.weights and weights.begin_step,
-                streamed and streamed.raise_failures,
-                streamed and streamed.check_weights,
-                phase("update"),
-            ),
-            before_updates=present(exchange and exchange.finish),
-            end_step=present(
-                run_ahead and run_ahead.end_step,
-                measured and measured.end_step,  # before the profiler's own work
-                profiled and recorder.end_step,
-                self.sharded and order and order.end_step,  # last: it notes what the step has queued
-            ),
-        )
+            enter = present(order and order.follow)
+            use_memory = present(self.device_memory.given_back and weakly(self.bring_back))
+            begin_updates = present(self.registry.check_groups, run_ahead and run_ahead.begin_step)
+            self.moments = Moments(
+                enter=enter,
+                enter_ahead=present(order and order.follow_step),
+                use_memory=use_memory,
+                enter_backward=present(
+                    *enter,  # first: the others queue work
+                    *use_memory,  # before all that reads the device's state
+                    self.registry.check_unchanged,
+                    backward.enter_thread,  # before the refusals of several threads
+                    ranks and backward.refuse_concurrent,  # ranks send gradients in one order
+                    ranks and ranks.begin_backward,
+                ),
+                begin_backward=present(
+                    measured and measured.begin_backward,  # first: the others' work is not the forward's
+                    phase("backward"),
+                    exchange and exchange.start_uploads,  # after the forward, whose weights come through the same lane
+                    streamed and streamed.prefetch,
+                ),
+                gradients=present(*enter, streamed and streamed.prefetch),
+                end_backward=present(profiled and recorder.end_phase),
+                forward=present(phase("forward")),
+                begin_updates=begin_updates,
+                begin_step=present(
+                    *enter,
+                    *begin_updates,  # first of all that may raise: nothing has been changed then
+                    weights.weights and weights.begin_step,
+                    streamed and streamed.raise_failures,
+                    streamed and streamed.check_weights,
+                    phase("update"),
+                ),
+                settle=present(exchange and exchange.finish),
+                end_step=present(
+                    run_ahead and run_ahead.end_step,
+                    measured and measured.end_step,  # before the profiler's own work
+                    profiled and recorder.end_step,
+                    self.sharded and order and order.end_step,  # last: it notes what the step has queued
+                ),
+            )
 
     # Ops of backward graphs, and hooks on ``.grad``.
 
@@ -119,9 +119,10 @@ class Engine(StepRunner):
         if task == backward.task:
             return
         self.used = True
-        backward.arrived = arrived
         for call in self.moments.enter_backward:
             call()
+        if self.in_backward:
+            self._begin_in_backward(arrived)
         # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
         backward.task = task
         backward.contributed = backward.received = False
@@ -129,8 +130,8 @@ class Engine(StepRunner):
         for call in self.moments.begin_backward:
             call()
 
-    def begin_in_backward(self) -> None:
-        """Begin a backward that steps at its end. Gradients of a failed one are dropped; the one that arrived stays.
+    def _begin_in_backward(self, arrived: int | None) -> None:
+        """Begin a backward that steps at its end. Gradients of a failed one are dropped; that of ``arrived`` stays.
 
         Raises:
             RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
@@ -146,7 +147,7 @@ class Engine(StepRunner):
             call()
         if self.backward.task is not None:
             self._refuse_half_made_step()
-            with self.stale.dropped(self.backward.arrived):
+            with self.stale.dropped(arrived):
                 self.discard()
                 self.backward.task = None  # nothing is left of it
         self._compare_samples()

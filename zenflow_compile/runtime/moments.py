@@ -1,14 +1,15 @@
 """The moments of a training step: which parts of an engine take part in each, and in which order.
 
 A part that an engine does not have takes part in nothing, and costs nothing: a moment is one tuple of calls, which is
-made again when a part comes or goes (a profiler, parameters, memory that is given back).
+made again when a part comes or goes (a profiler, parameters, weights in host memory, memory that is given back).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 Calls: TypeAlias = tuple[Callable[[], object], ...]
 
@@ -28,7 +29,7 @@ class Moments:
         forward: weights are about to be read by a forward.
         begin_updates: parameters are about to be updated, in a step or in a backward.
         begin_step: the optimizer step begins.
-        before_updates: the engine is about to change selected slices.
+        settle: rows that change sides must have arrived.
         end_step: all work of the step is queued.
     """
 
@@ -42,10 +43,21 @@ class Moments:
     forward: Calls
     begin_updates: Calls
     begin_step: Calls
-    before_updates: Calls
+    settle: Calls
     end_step: Calls
 
 
 def present(*calls: object) -> Calls:
-    """Those of the calls of parts that are there: the others are None or False."""
-    return tuple(call for call in calls if callable(call))
+    """Keep the calls of parts that are there: the others are None, False or empty."""
+    return tuple(cast("Callable[[], object]", call) for call in calls if call)
+
+
+def weakly(method: Callable[[], object]) -> Callable[[], None]:
+    """Call ``method`` of an object that the call does not keep alive: an engine ends when the last user drops it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.planning.weight_memory import GraphLoads, OffloadedWeights
+from zenflow_compile.planning.weight_memory import OffloadedWeights
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
@@ -245,7 +245,7 @@ class OptimizerRuntime(ABC):
         for offloaded in self.uploads.by_deadline():
             offloaded.host.wait()
             offloaded.host.wait_for_copies()
-        for call in self.moments.before_updates:
+        for call in self.moments.settle:
             call()
         self.streamed.wait()
 
@@ -266,6 +266,7 @@ class OptimizerRuntime(ABC):
         with backward.lock:  # a backward that begins in another thread waits, and brings everything back
             self.synchronize()
             if self.device_memory.given_back:
+                self.arrange()  # an interrupt may have come before
                 return
             if self.weights.weights:
                 self.weights.prefetch.drop()
@@ -289,11 +290,11 @@ class OptimizerRuntime(ABC):
         self._bring_back()
 
     def _bring_back(self) -> None:
-        for call in self.moments.use_memory:
-            call()
+        if self.device_memory.given_back:
+            self.bring_back()
 
     def bring_back(self) -> None:
-        """Have everything on the device that ``offload_all`` has moved, or raise torch.OutOfMemoryError."""
+        """Bring back what ``offload_all`` has moved, before work that needs it is queued: a moment's call."""
         for follow in self.moments.enter:
             follow()
         with self.announcing():
@@ -375,11 +376,9 @@ class OptimizerRuntime(ABC):
             self.uploads.apply_due(self.step, reasons.keys())
             unwritten = [each for each in marked if each.weights.home and not each.weights.written_by_others]
             self.weights.keep(reasons)
+            self.arrange()
         for offloaded in unwritten:
             offloaded.weights.accept()  # it may have other memory now
-
-    def declare_loads(self, graph: int, loads: GraphLoads) -> None:
-        self.weights.declare(graph, loads)
 
     def hold_weights(self, params: Iterable[Tensor] | None = None, *, to_write: bool = False) -> None:
         """Load weights, None: all, for code that is no graph of ours, until the next optimizer step.
@@ -451,18 +450,18 @@ class OptimizerRuntime(ABC):
         self._bring_back()
         try:
             self.schedule.restart_windows()
-            if self.ranks is None:
-                with nullcontext() if self.shards is None else self.shards.ending(Call.FLUSH):
-                    self.uploads.finish(self.step, flush=True)
-            else:
-                with self.ranks.ending(Call.FLUSH, self.step) as written:
-                    self.uploads.finish(self.step, flush=True, written=written)
+            with self._ending(Call.FLUSH) as written:
+                self.uploads.finish(self.step, flush=True, written=written)
             self.streamed.wait()
         except errors.LostUpdateError:
             raise
         except BaseException as error:
             self.failure = error
             raise
+
+    def _ending(self, call: Call) -> AbstractContextManager[Collection[int]]:
+        """Apply all update windows inside of the block, as all ranks do; with what other ranks have written."""
+        return nullcontext(()) if self.calls is None else self.calls.ending(call, self.step)
 
     def abandon(self) -> None:
         """Drop everything in flight, gradients and failed work too, before a state is loaded."""
@@ -578,13 +577,11 @@ class OptimizerRuntime(ABC):
                 flush = flush and self.failure is None
                 if (calls := self.calls) is not None and calls.group.failed:
                     flush = False
-                if self.ranks is None:
-                    together = self.shards is not None and flush
-                    with self.shards.ending(Call.CLOSE) if self.shards and together else nullcontext():
-                        self.uploads.finish(self.step, flush=flush, interrupt=self.failure)
-                elif flush:
-                    with self.ranks.ending(Call.CLOSE, self.step) as written:
+                if flush:
+                    with self._ending(Call.CLOSE) as written:
                         self.uploads.finish(self.step, flush=True, written=written)
+                elif self.ranks is None:
+                    self.uploads.finish(self.step, flush=False, interrupt=self.failure)
                 else:
                     # The other ranks would not see the updates in flight, and have other weights than this one.
                     self.uploads.abandon()

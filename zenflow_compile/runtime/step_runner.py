@@ -113,8 +113,9 @@ class StepRunner(OptimizerRuntime):
                 offloaded.receive_weights()
         if not self.in_backward:
             self.registry.unseen_writes.begin_step()
-        if self.weights.fitting:
-            self._keep_fitting(self.weights.fitting)
+        if fitting := self.weights.fitting:
+            self.weights.fitting = {}
+            self._keep_fitting(fitting)
         for offloaded in to_take:
             if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()
@@ -180,7 +181,7 @@ class StepRunner(OptimizerRuntime):
         return whole and not offloaded.weights.counter.shared and self._split_now
 
     def _update_slices(self, members: Sequence[Member]) -> None:
-        for call in self.moments.before_updates:
+        for call in self.moments.settle:
             call()
         chosen = [each for each in members if each.offloaded.record is not None and each.offloaded.plan.k]
         if self.shards is not None:

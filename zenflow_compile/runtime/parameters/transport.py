@@ -92,7 +92,7 @@ class Transport:
 
     @property
     def may_have_failed(self) -> bool:
-        """Return whether a step has to look for what failed before it begins."""
+        """Whether a step has to look for what failed before it begins."""
         lanes = self.to_host.failed or self.to_device.failed
         in_files = self.files is not None and self.files.files.threads.failed
         return lanes or self.workers.failed or in_files or self.interrupted

@@ -20,20 +20,18 @@ class BackwardPass:
         task: number of autograd's graph task while the backward runs, and after it has failed; None between backwards.
         contributed: it brought a gradient of the engine's parameters.
         received: its gradients were averaged over ranks.
-        arrived: the parameter whose gradient showed that it runs; None where a graph did.
         concurrent: it began while a backward in another thread ran, or after one had failed.
         count: backwards with gradients since the last optimizer step.
         returned: gradients that compiled backwards return to autograd, by graph task and parameter.
         lock: backwards of graphs may run in several threads; they accumulate one after the other.
     """
 
-    __slots__ = ("_thread", "arrived", "concurrent", "contributed", "count", "lock", "received", "returned", "task")
+    __slots__ = ("_thread", "concurrent", "contributed", "count", "lock", "received", "returned", "task")
 
     def __init__(self) -> None:
         self.task: int | None = None
         self.contributed = False
         self.received = False
-        self.arrived: int | None = None
         self.concurrent = False
         self.count = 0
         self.returned: dict[tuple[int, int], Tensor] = {}

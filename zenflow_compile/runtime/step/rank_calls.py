@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -137,7 +137,7 @@ class RankCalls(StepMessages):
         self.group.step = number + 1
 
     @contextmanager
-    def ending(self, call: Call, number: int) -> Iterator[set[int]]:
+    def ending(self, call: Call, number: int) -> Iterator[Collection[int]]:
         """Apply all update windows inside of the block, in ``flush`` or ``close``; ranks exchange the slices behind it.
 
         Yields the parameters whose weights were written on any rank. Raises RankError if not all ranks call it.
@@ -226,11 +226,14 @@ class ShardCalls(StepMessages):
         self.group.step = number + 1
 
     @contextmanager
-    def ending(self, call: Call) -> Iterator[None]:
-        """Apply all update windows inside of the block, in ``flush`` or ``close``: all ranks do, or RankError."""
+    def ending(self, call: Call, number: int) -> Iterator[Collection[int]]:
+        """Apply all update windows inside of the block, in ``flush`` or ``close``: all ranks do, or RankError.
+
+        Yields what other ranks have written: nothing, each has all of its shards.
+        """
         with self.group.announcing():
             self.group.exchange(call)
-            yield
+            yield ()
 
     def sum_norms(self, params: Sequence[OffloadedParam]) -> None:
         """Add up the squared norms of slices over the ranks that have a part of each, by which these are selected.

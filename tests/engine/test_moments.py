@@ -1,0 +1,96 @@
+"""What takes part in a step's moments: parts that are there, and nothing for those that are not."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zenflow_compile as zf
+from zenflow_compile.runtime.moments import Moments, present, weakly
+
+
+def engine_of(**options: Any) -> Any:
+    optimizer = zf.ZenFlowAdamW(nn.Linear(64, 64).named_parameters(), lr=1e-3, min_offload_size=1, **options)
+    return optimizer, optimizer.engine
+
+
+def empty(moments: Moments) -> set[str]:
+    return {field.name for field in fields(moments) if not getattr(moments, field.name)}
+
+
+# On the CPU: one stream, one rank, no profiler.
+ABSENT = {"enter", "enter_ahead", "use_memory", "begin_backward", "gradients", "end_backward", "forward", "settle"}
+
+
+@pytest.mark.parametrize("policy", ["zenflow", "zero_offload", "resident"])
+def test_absent_parts_cost_nothing(policy: str) -> None:
+    with engine_of(policy=policy)[0] as optimizer:
+        assert empty(optimizer.engine.moments) == ABSENT | {"end_step"}
+
+
+def test_profiler_comes_and_goes() -> None:
+    optimizer, engine = engine_of()
+    before = engine.moments
+    with zf.profile(optimizer):
+        assert empty(engine.moments) == ABSENT - {"begin_backward", "end_backward", "forward"}
+    assert engine.moments == before
+    optimizer.close()
+
+
+def test_streamed_state_is_prefetched_when_gradients_arrive() -> None:
+    optimizer, engine = engine_of(policy="deep_optimizer_states", update_stride=1)
+    assert engine.streamed.params
+    assert engine.moments.gradients == (engine.streamed.prefetch,)
+    optimizer.close()
+
+
+def test_memory_that_was_given_back_is_brought_back_once() -> None:
+    optimizer, engine = engine_of()
+    optimizer.offload_all()
+    assert len(engine.moments.use_memory) == 1
+    engine.moments.use_memory[0]()
+    assert not engine.device_memory.given_back
+    assert engine.moments.use_memory == ()
+    optimizer.close()
+
+
+def test_lost_moments_are_made_again() -> None:
+    """As by an interrupt between the move and the list of those that bring it back."""
+    optimizer, engine = engine_of()
+    before = engine.moments
+    optimizer.offload_all()
+    engine.moments = before
+    optimizer.offload_all()
+    assert len(engine.moments.use_memory) == 1
+    engine.moments = before
+    optimizer.reload_all()
+    assert not engine.device_memory.given_back
+    optimizer.close()
+
+
+def test_calls_keep_no_engine_alive() -> None:
+    class Owner:
+        calls = 0
+
+        def call(self) -> None:
+            Owner.calls += 1
+
+    owner = Owner()
+    (call,) = present(None, False, {}, weakly(owner.call))
+    call()
+    del owner
+    call()
+    assert Owner.calls == 1
+
+
+def test_order_at_the_beginning_of_a_backward() -> None:
+    """Memory is brought back before parameters are compared, which reads the weights."""
+    optimizer, engine = engine_of()
+    optimizer.offload_all()
+    names = [getattr(call, "__name__", "") for call in engine.moments.enter_backward]
+    assert names[0] == "call"
+    assert names[1:] == ["check_unchanged", "enter_thread"]
+    optimizer.close()
