@@ -296,7 +296,7 @@ def test_systems_compile_at_once_where_they_fit(gigabytes: int, at_once: bool) -
     assert order == [*both, "zero_offload begins", "zero_offload is ready"]
 
 
-def test_system_without_memory_beside_others_starts_again() -> None:
+def test_system_without_memory_starts_again() -> None:
     """What a process takes while it compiles is an estimate."""
     starts: list[str] = []
 

@@ -40,14 +40,14 @@ def test_profiler_comes_and_goes() -> None:
     optimizer.close()
 
 
-def test_streamed_state_is_prefetched_when_gradients_arrive() -> None:
+def test_gradients_prefetch_streamed_state() -> None:
     optimizer, engine = engine_of(policy="deep_optimizer_states", update_stride=1)
     assert engine.streamed.params
     assert engine.moments.gradients == (engine.streamed.prefetch,)
     optimizer.close()
 
 
-def test_memory_that_was_given_back_is_brought_back_once() -> None:
+def test_given_back_memory_comes_back_once() -> None:
     optimizer, engine = engine_of()
     optimizer.offload_all()
     assert len(engine.moments.use_memory) == 1
