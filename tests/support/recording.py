@@ -138,7 +138,7 @@ class RecordingEngine:
             self._note("fetch_parameters_", p)
 
     offloaded_weights = None
-    weights = SimpleNamespace(weights={}, kept={}, ring_bytes=0)
+    weights = SimpleNamespace(weights={}, kept={}, ring_bytes=0, declare=lambda graph, loads: None)
 
     def keep_weights(self, reasons: Mapping[int, str]) -> None: ...
 
