@@ -28,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "weights": {"options": WEIGHTS},
     "weights of a second model": {"options": WEIGHTS, "second": True},
     "int8": {"options": {"gradient_transfer": "int8"}},
+    "mean": {"clip": True, "options": {"gradient_transfer": "mean"}},
+    "8-bit moments": {"options": {"state_dtype": "fp8"}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     name: {"model": name, "clip": True, "options": {"min_offload_size": 1}}
@@ -45,12 +47,15 @@ class Steps:
     Attributes:
         gradients: that were offloaded in them; steps: how many there were.
         code: that Inductor generated, forward and backward.
+        compiled_ahead, compiled_at_launch: variants of our kernels, of the warm-up, too.
     """
 
     calls: list[Call]
     gradients: int
     steps: int
     code: list[str]
+    compiled_ahead: int
+    compiled_at_launch: int
 
     def of(self, names: set[str], kind: str | None = None) -> int:
         return sum(count(self.calls, name, kind) for name in names)
@@ -76,7 +81,8 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
             assert done.returncode == 0, done.stdout[-4000:]
             found = json.loads(done.stdout.splitlines()[-1])
             gradients = found["offloaded"] * found["steps"]
-            known[key] = Steps(read_calls(path), gradients, found["steps"], found["code"])
+            compiled = found["compiled ahead"], found["compiled at a launch"]
+            known[key] = Steps(read_calls(path), gradients, found["steps"], found["code"], *compiled)
         return known[key]
 
     return measured
@@ -96,6 +102,13 @@ def test_nothing_is_allocated_or_loaded(measure: Measure, case: str) -> None:
     steps = measure(case)
     assert steps.of(ALLOCATIONS) == 0
     assert steps.of(LOADS) == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_launch_waits_for_a_compilation(measure: Measure, case: str) -> None:
+    steps = measure(case)
+    assert steps.compiled_ahead >= 5
+    assert steps.compiled_at_launch == 0
 
 
 @pytest.mark.parametrize("case", CASES)

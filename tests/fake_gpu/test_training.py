@@ -57,7 +57,7 @@ def test_our_kernels_train_as_on_the_cpu(options: str) -> None:
     assert found["apart"] <= (1e-4 if options == "int8" else 1e-6)
 
 
-@pytest.mark.parametrize("model", ["conv_batch_norm", "experts_without_tokens", "llama", "gpt_tied"])
+@pytest.mark.parametrize("model", ["conv_batch_norm", "experts_without_tokens", "llama", "gpt_tied", "mixtral"])
 @pytest.mark.parametrize("options", ["defaults", "weights"])
 def test_models_train_as_on_the_cpu(options: str, model: str) -> None:
     found = train(compiled=True, clip=True, model=model, options=OPTIONS[options] | {"min_offload_size": 1})

@@ -9,10 +9,33 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.runtime.device.devices import CpuDevice
 from zenflow_compile.runtime.host import cores as cores_module
-from zenflow_compile.runtime.host.cores import Core, choose_cores, nodes_of, physical_cores, run_pinned, worker_count
+from zenflow_compile.runtime.host.cores import (
+    Core,
+    LocalRanks,
+    choose_cores,
+    nodes_of,
+    physical_cores,
+    run_pinned,
+    worker_count,
+)
+from zenflow_compile.runtime.parameters.capacity import nodes_of_ranks
+
+
+class PluggedIn(CpuDevice):
+    """The first of four devices; the last two are near node 0."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(torch.device("cuda", index))
+
+    @classmethod
+    def pci_addresses(cls) -> list[str]:
+        return ["0000:C1:00.0", "0000:e2:00.0", "0000:01:00.0", "0000:21:00.0"]
+
 
 affinity = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads")
 
@@ -145,3 +168,30 @@ def test_work_runs_where_pinning_is_forbidden(monkeypatch: pytest.MonkeyPatch) -
     ran: list[int] = []
     run_pinned([0, 0], ran.append)
     assert sorted(ran) == [0, 1]
+
+
+def test_ranks_are_near_their_devices(tmp_path: Path) -> None:
+    def ranks_nodes(rank: int, size: int = 4) -> list[int] | None:
+        return nodes_of_ranks(LocalRanks(rank, size), PluggedIn(rank), tmp_path)
+
+    for address, node in {"0000:c1:00.0": 1, "0000:e2:00.0": 1, "0000:01:00.0": 0}.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(f"{node}\n")
+    assert ranks_nodes(3) is None, "one is not known"
+    (tmp_path / "0000:21:00.0").mkdir()
+    (tmp_path / "0000:21:00.0/numa_node").write_text("-1\n")
+    assert ranks_nodes(3) is None, "the firmware does not say"
+    (tmp_path / "0000:21:00.0/numa_node").write_text("0\n")
+    assert [ranks_nodes(rank) for rank in range(4)] == [[1, 1, 0, 0]] * 4
+    assert ranks_nodes(0, 1) is None, "alone, a process uses all nodes"
+    assert nodes_of_ranks(LocalRanks(2, 4), PluggedIn(0), tmp_path) is None, "devices are not numbered as ranks are"
+    assert nodes_of_ranks(LocalRanks(0, 8), PluggedIn(0), tmp_path) is None, "ranks share devices"
+
+    cores = [Core(logical, node=logical % 2) for logical in range(8)]
+    parts = [LocalRanks(rank, 4).cores(cores, ranks_nodes(rank)) for rank in range(4)]
+    assert [{core.node for core in part} for part in parts] == [{1}, {1}, {0}, {0}]
+    assert sorted(core.logical for part in parts for core in part) == list(range(8))
+    # Two of three devices are near node 0, and still each rank has a third of the cores.
+    assert [[core.logical for core in LocalRanks(rank, 3).cores(cores[:6], [0, 1, 0])] for rank in range(3)] == [
+        [0, 2], [3, 5], [4, 1]
+    ]  # fmt: skip

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import triton_kernels
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.parameters.compile_ahead import launches_of
 from zenflow_compile.runtime.state_forms import StateForm
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -86,12 +91,8 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
     coefficients = StepCoefficients(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
     residual = deferred if dtype == torch.float32 else deferred.bfloat16()
     block = torch.empty(slices - k, length + 4, dtype=torch.int8)
-    with pytest.MonkeyPatch.context() as patch:
+    with _recorders() as recorders:
         found = {}
-        names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
-        recorders = {name: _Recorder(getattr(triton_kernels, name)) for name in names}
-        for name, recorder in recorders.items():
-            patch.setattr(triton_kernels, name, recorder)
         triton_kernels.norms_and_split(matrix, dim, selection, selected, deferred)
         found["split"] = recorders["_norms_and_split_kernel"].only()
         if recorders["_sum_partials_kernel"].launches:
@@ -118,13 +119,13 @@ class _Recorder:
         self.launches: list[Launch] = []
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*arguments: Any, **keywords: Any) -> None:
-            names = self._kernel.arg_names
-            given = dict(zip(names, arguments, strict=False)) | keywords
-            options = {name: given.pop(name) for name in keywords.keys() - set(names)}
-            self.launches.append(Launch(self._kernel, grid[0], given, options))
+        return partial(self.warmup, grid=grid)
 
-        return launch
+    def warmup(self, *arguments: Any, grid: tuple[int], **keywords: Any) -> None:
+        names = self._kernel.arg_names
+        given = dict(zip(names, arguments, strict=False)) | keywords
+        options = {name: given.pop(name) for name in keywords.keys() - set(names)}
+        self.launches.append(Launch(self._kernel, grid[0], given, options))
 
     def only(self) -> Launch:
         (launch,) = self.launches
@@ -132,9 +133,32 @@ class _Recorder:
         return launch
 
 
-def compile_for(launch: Launch, capability: int, folder: Path) -> Compiled:
-    """Compile a launch as Triton specializes it, for GPUs of a compute capability such as 90."""
-    signature, constants, attributes = {}, {}, {}
+def record_ahead(plan: ParamPlan, *, host_weights: bool) -> list[Launch]:
+    """Record what is compiled ahead for a parameter."""
+    with _recorders() as recorders, triton_kernels.compiling_for(torch.device("cpu")):
+        for launch in launches_of(plan, host_weights=host_weights):
+            launch()
+        return [launch for recorder in recorders.values() for launch in recorder.launches]
+
+
+@contextmanager
+def _recorders() -> Iterator[dict[str, _Recorder]]:
+    names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
+    recorders = {name: _Recorder(getattr(triton_kernels, name)) for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, recorder in recorders.items():
+            patch.setattr(triton_kernels, name, recorder)
+        yield recorders
+
+
+Specialized = tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]
+
+
+def specialized(launch: Launch) -> Specialized:
+    """Signature, constants and attributes of the code that Triton compiles for a launch."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
     for place, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[name]
         if value is None or name.isupper() or (type(value) is int and value == 1):
@@ -146,6 +170,12 @@ def compile_for(launch: Launch, capability: int, folder: Path) -> Compiled:
             signature[name], number = ("fp32", 1) if isinstance(value, float) else ("i32", value)
         if number % 16 == 0:
             attributes[place,] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def compile_for(launch: Launch, capability: int, folder: Path) -> Compiled:
+    """Compile a launch as Triton specializes it, for GPUs of a compute capability such as 90."""
+    signature, constants, attributes = specialized(launch)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     binary = folder / f"{launch.kernel.__name__}.cubin"

@@ -28,7 +28,7 @@ from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import LocalRanks, last_level_cache_bytes, may_pin, physical_cores, worker_count
 from zenflow_compile.runtime.host.host_adam import check_native_code
-from zenflow_compile.runtime.parameters.capacity import free_device_bytes
+from zenflow_compile.runtime.parameters.capacity import free_device_bytes, nodes_of_ranks
 from zenflow_compile.torch_internals import torch_private
 
 _QUICK_ROUNDS = 2
@@ -170,7 +170,9 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
         nodes.setdefault(core.node, []).append(core.logical)
     memory_bytes, memory_limit = available_host_memory()
     workers = partial(worker_count, quota=cpu_quota())
-    parts = [LocalRanks(rank, ranks).cores(cores) for rank in range(ranks)]
+    here = device_of(device)
+    near = nodes_of_ranks(LocalRanks(here.torch_device.index or 0, ranks), here)
+    parts = [LocalRanks(rank, ranks).cores(cores, near) for rank in range(ranks)]
     return MachineFindings(
         nodes=nodes,
         workers=workers(len(cores)),
@@ -179,8 +181,8 @@ def machine(device: torch.device, ranks: int = 1) -> MachineFindings:
         memory_limit=memory_limit,
         lockable_bytes=_lockable_bytes(),
         compiler=None if (compiler := torch_private.cpp_compiler()) is None else shlex.join(compiler),
-        device=device_of(device).name,
-        abilities=_abilities(device_of(device)),
+        device=here.name,
+        abilities=_abilities(here),
         versions={
             "zenflow-compile": _version("zenflow-compile"),
             "python": platform.python_version(),

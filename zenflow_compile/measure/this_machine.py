@@ -105,7 +105,7 @@ def measured_hardware(options: Options, params: Sequence[Tensor]) -> Hardware:
     largest = max(params, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel()))
     dtype = largest.dtype if largest.dtype in OFFLOADABLE_DTYPES else torch.float32
     device = largest.device
-    cores = worker_cores(options)
+    cores = worker_cores(options, device)
     free = free_device_bytes(device) + device_of(device).unused_bytes()
     memory = rates(device, tuple(core.logical for core in physical_cores()))
     per_worker = _host_rate(options, dtype, device, cores) / len(cores)

@@ -201,6 +201,15 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
   return {of_input, of_weight};
 }
 
+// The kernel for the CPU takes no integers.
+at::Tensor histc(const at::Tensor& self, int64_t bins, const c10::Scalar& low, const c10::Scalar& high) {
+  wait_for_current_stream(self.device());
+  const auto values = on_cpu(self);
+  const bool integral = at::isIntegralType(values.scalar_type(), /*includeBool=*/false);
+  const auto found = at::histc(integral ? values.to(at::kDouble) : values, bins, low, high);
+  return on_device(found.to(self.scalar_type()), self.device());
+}
+
 // An operator whose kernels are for CUDA alone would compute nothing.
 void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "the fake GPU cannot compute ", op.schema().name(), ": it has no kernel for the CPU");
@@ -277,6 +286,7 @@ extern "C" int fake_gpu_install_operators() {
   }
   install({"aten::copy_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&copy));
   install({"aten::_fused_rms_norm_backward", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&rms_norm_backward));
+  install({"aten::histc", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&histc));
   install({"aten::fill_", "Scalar"}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&fill));
   install({"aten::zero_", ""}, c10::KernelFunction::makeFromUnboxedRuntimeFunction(&zero));
   return static_cast<int>(kept.size());

@@ -111,6 +111,12 @@ class CudaDevice(Device):
     def count(cls) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
+    @classmethod
+    def pci_addresses(cls) -> list[str]:
+        # Properties make no context on a device.
+        found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(cls.count())]
+        return [f"{each.pci_domain_id:04x}:{each.pci_bus_id:02x}:{each.pci_device_id:02x}.0" for each in found]
+
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch_device)

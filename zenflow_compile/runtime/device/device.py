@@ -128,6 +128,11 @@ class Device(ABC):
     def count(cls) -> int:
         """Number of devices of this type in this machine."""
 
+    @classmethod
+    def pci_addresses(cls) -> list[str]:
+        """Where the devices of this type are plugged in, by index, such as "0000:c1:00.0"; none that are not."""
+        return []
+
     @property
     @abstractmethod
     def name(self) -> str:

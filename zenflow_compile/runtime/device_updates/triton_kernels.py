@@ -21,10 +21,12 @@ This module imports Triton, so it is imported only where Triton is installed.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -39,7 +41,6 @@ from zenflow_compile.runtime.device_updates.selection import Selection, SliceSta
 if TYPE_CHECKING:
     # Under these names mypy sees plain functions; the decorators of Triton are untyped.
     from collections.abc import Callable
-    from typing import Any
 
     def _jit(function: Callable[..., None]) -> Any: ...
 
@@ -402,15 +403,16 @@ def _norms(matrix: Tensor, dim: int, position: Tensor, k: int, selected_out: Ten
     partials = sums if strips <= 1 else sums.new_empty(strips, slices)
     if not matrix.numel():
         return sums.zero_()
-    with _on(matrix):
-        _norms_and_split_kernel[(strips * triton.cdiv(slices, block_slices),)](
-            matrix, *matrix.stride(), position, selected_out, deferred_out, partials, slices, length, k,
-            DIM=dim, TILES=tiles, BLOCK_SLICES=block_slices, BLOCK_LENGTH=_BLOCK_LENGTH, enable_fp_fusion=False,
+    _launch(
+        _norms_and_split_kernel, strips * triton.cdiv(slices, block_slices),
+        matrix, *matrix.stride(), position, selected_out, deferred_out, partials, slices, length, k,
+        DIM=dim, TILES=tiles, BLOCK_SLICES=block_slices, BLOCK_LENGTH=_BLOCK_LENGTH, enable_fp_fusion=False,
+    )  # fmt: skip
+    if strips > 1:
+        _launch(
+            _sum_partials_kernel, triton.cdiv(slices, _BLOCK_SUMS),
+            partials, sums, strips, slices, BLOCK_STRIPS=_BLOCK_STRIPS, BLOCK=_BLOCK_SUMS,
         )  # fmt: skip
-        if strips > 1:
-            _sum_partials_kernel[(triton.cdiv(slices, _BLOCK_SUMS),)](
-                partials, sums, strips, slices, BLOCK_STRIPS=_BLOCK_STRIPS, BLOCK=_BLOCK_SUMS
-            )
     return sums
 
 
@@ -451,12 +453,11 @@ def _place_slices(matrix: Tensor, dim: int, selection: Selection, first_in: Tens
         return
     matrix, dim = row_major(matrix, dim)
     slices, length = matrix.shape[dim], matrix.shape[1 - dim]
-    with _on(matrix):
-        _place_slices_kernel[(triton.cdiv(length, _BLOCK_LENGTH) * triton.cdiv(slices, _BLOCK_SLICES),)](
-            matrix, *matrix.stride(), selection.position, first_in, second_in, slices, length,
-            selection.selected.numel(),
-            DIM=dim, BOTH=first_in is not None, BLOCK_SLICES=_BLOCK_SLICES, BLOCK_LENGTH=_BLOCK_LENGTH,
-        )  # fmt: skip
+    _launch(
+        _place_slices_kernel, triton.cdiv(length, _BLOCK_LENGTH) * triton.cdiv(slices, _BLOCK_SLICES),
+        matrix, *matrix.stride(), selection.position, first_in, second_in, slices, length, selection.selected.numel(),
+        DIM=dim, BOTH=first_in is not None, BLOCK_SLICES=_BLOCK_SLICES, BLOCK_LENGTH=_BLOCK_LENGTH,
+    )  # fmt: skip
 
 
 def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: float) -> None:
@@ -475,17 +476,17 @@ def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: flo
     # A state of few rows, such as that of a part of a parameter, has long tiles.
     block_slices = min(_BLOCK_STATE_SLICES, triton.next_power_of_2(slices))
     block_length = _BLOCK_STATE_ELEMENTS // block_slices
-    with _on(matrix):
-        _adam_columns_kernel[(triton.cdiv(shape[1], block_length) * triton.cdiv(slices, block_slices),)](
-            matrix, *matrix.stride(), state.master if state.selection is None else state.selection.selected,
-            state.gradient, *stored, *shape,
-            scale, 1.0 - coefficients.beta1, coefficients.beta2, 1.0 - coefficients.beta2,
-            window.decay, window.step_size, window.bias_correction2_sqrt, eps, state.step,
-            SCALE_ON_DEVICE=_on_device(scale), MOMENTS=_MOMENTS[state.form.moments],
-            ALIGNED=math.gcd(16, shape[1], state.form.blocks, state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()),
-            ALL=state.selection is None, DIM=dim, BLOCK_SLICES=block_slices, BLOCK_LENGTH=block_length,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    _launch(
+        _adam_columns_kernel, triton.cdiv(shape[1], block_length) * triton.cdiv(slices, block_slices),
+        matrix, *matrix.stride(), state.master if state.selection is None else state.selection.selected,
+        state.gradient, *stored, *shape,
+        scale, 1.0 - coefficients.beta1, coefficients.beta2, 1.0 - coefficients.beta2,
+        window.decay, window.step_size, window.bias_correction2_sqrt, eps, state.step,
+        SCALE_ON_DEVICE=_on_device(scale), MOMENTS=_MOMENTS[state.form.moments],
+        ALIGNED=math.gcd(16, shape[1], state.form.blocks, state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()),
+        ALL=state.selection is None, DIM=dim, BLOCK_SLICES=block_slices, BLOCK_LENGTH=block_length,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -504,18 +505,43 @@ def quantize_slices_(
     block_slices = _QUANTIZED_ELEMENTS // block_length
     if not gradient.numel():
         return
-    with _on(gradient):
-        _quantize_slices_kernel[(triton.cdiv(slices, block_slices),)](
-            gradient, residual, grad_scale, scales_out, values_out, slices, length,
-            SCALE_ON_DEVICE=_on_device(grad_scale), WORDS=(values_out.data_ptr() | length) % 4 == 0,
-            BLOCK_SLICES=block_slices, BLOCK_LENGTH=block_length, enable_fp_fusion=False,
-        )  # fmt: skip
+    _launch(
+        _quantize_slices_kernel, triton.cdiv(slices, block_slices),
+        gradient, residual, grad_scale, scales_out, values_out, slices, length,
+        SCALE_ON_DEVICE=_on_device(grad_scale), WORDS=(values_out.data_ptr() | length) % 4 == 0,
+        BLOCK_SLICES=block_slices, BLOCK_LENGTH=block_length, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _on_device(grad_scale: float | Tensor) -> bool:
     return isinstance(grad_scale, Tensor)
 
 
-def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device current: Triton launches on the current one, which may differ in autograd's threads."""
-    return device_of(tensor.device).use()
+class _Thread(threading.local):
+    """``compiles_for``: the device whose kernels this thread compiles, and launches none; None: it launches."""
+
+    compiles_for: torch.device | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def compiling_for(device: torch.device) -> Iterator[None]:
+    """Compile what this thread would launch, for ``device``. Arguments may be on the "meta" device: none is read."""
+    _thread.compiles_for = device
+    try:
+        yield
+    finally:
+        _thread.compiles_for = None
+
+
+def _launch(kernel: Any, programs: int, tensor: Tensor, *arguments: object, **constants: object) -> None:
+    """Launch ``programs`` of ``kernel`` on the device of ``tensor``, its first argument."""
+    compiles_for = _thread.compiles_for
+    # Triton launches on the current device, which may be another one in autograd's threads.
+    with device_of(compiles_for or tensor.device).use():
+        if compiles_for is None:
+            kernel[(programs,)](tensor, *arguments, **constants)
+        else:
+            kernel.warmup(tensor, *arguments, grid=(programs,), **constants)

@@ -22,6 +22,7 @@ from zenflow_compile.performance.hardware import LEFT_FREE
 
 SYSTEM = Path("/sys/devices/system")
 """Where Linux describes its processors and NUMA nodes."""
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 _T = TypeVar("_T")
 
 
@@ -149,6 +150,14 @@ def nodes_of(cores: Iterable[int], system: Path = SYSTEM) -> set[int]:
     return {_node(system / f"cpu/cpu{core}") for core in cores}
 
 
+def node_of_device(pci_address: str, devices: Path = PCI_DEVICES) -> int | None:
+    """The NUMA node near a device such as "0000:c1:00.0"; None where the system does not tell."""
+    with suppress(OSError, ValueError):
+        node = int((devices / pci_address.lower() / "numa_node").read_text())
+        return node if node >= 0 else None  # -1: the firmware does not say
+    return None
+
+
 def _siblings(topology: Path) -> str | None:
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second is the older name
         with suppress(OSError):
@@ -173,12 +182,18 @@ class LocalRanks(NamedTuple):
         stop = len(items) * (self.rank + 1) // self.size
         return items[first : max(stop, first + 1)]
 
-    def cores(self, cores: Sequence[Core]) -> Sequence[Core]:
+    def cores(self, cores: Sequence[Core], nodes: Sequence[int] | None = None) -> Sequence[Core]:
         """This process's part of the physical cores of a machine, of as few NUMA nodes as possible.
 
-        Consecutive ranks share a node: launchers give them consecutive devices, which mostly share one, too.
+        Args:
+            nodes: of the ranks' devices. Ranks have parts in this order: every rank has as many cores, so that not
+                each is near its device where most devices are near one node. None if it is not known: consecutive ranks
+                share a node, since launchers give them consecutive devices, which mostly share one, too.
         """
-        return self.part(sorted(cores, key=lambda core: (core.node, core.logical)))
+        place = self
+        if nodes is not None:
+            place = self._replace(rank=sorted(range(self.size), key=lambda rank: (nodes[rank], rank)).index(self.rank))
+        return place.part(sorted(cores, key=lambda core: (core.node, core.logical)))
 
     def directory(self, path: str | os.PathLike[str]) -> Path:
         """The directory of this process below ``path``, which all of them were given."""

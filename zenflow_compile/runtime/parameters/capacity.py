@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,11 +14,20 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan, host_bytes_of
 from zenflow_compile.planning.planners import ParamSpec, extend_plan
 from zenflow_compile.runtime import ops
+from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import available_host_memory, require_host_memory
 from zenflow_compile.runtime.host.cgroups import cpu_quota
-from zenflow_compile.runtime.host.cores import choose_cores, local_ranks, physical_cores, worker_count
+from zenflow_compile.runtime.host.cores import (
+    PCI_DEVICES,
+    LocalRanks,
+    choose_cores,
+    local_ranks,
+    node_of_device,
+    physical_cores,
+    worker_count,
+)
 from zenflow_compile.runtime.nvme.cache import NO_CACHES, CacheBytes, cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
 from zenflow_compile.runtime.sharding import given, sharded_by
@@ -83,15 +93,29 @@ def free_device_bytes(device: torch.device) -> int:
     return available_host_memory()[0] if free is None else free
 
 
-def worker_cores(options: Options) -> tuple[int, ...]:
+def worker_cores(options: Options, device: torch.device | None = None) -> tuple[int, ...]:
     """The logical core of each worker: the option's, or those with the fewest workers of other engines.
+
+    Args:
+        device: several processes on a machine divide its cores, each near its device. None: it is not known yet.
 
     Raises:
         ValueError: more workers are wanted than there are cores.
     """
     if isinstance(options.workers, tuple):
         return options.workers
-    cores = local_ranks().cores(physical_cores())
+    ranks = local_ranks()
+    nodes = None if device is None else nodes_of_ranks(ranks, device_of(device))
+    cores = ranks.cores(physical_cores(), nodes)
     count = worker_count(len(cores), cpu_quota(), options.threads(len(cores)))
     in_use = Counter(core for engine in ops.live_engines() for core in engine.worker_cores)
     return choose_cores(cores, count, in_use)
+
+
+def nodes_of_ranks(ranks: LocalRanks, device: Device, devices: Path = PCI_DEVICES) -> list[int] | None:
+    """NUMA nodes of the devices of ``ranks``, if rank i has device i, as launchers have it; None if it is not known."""
+    if ranks.size == 1 or device.torch_device.index != ranks.rank:
+        return None
+    nodes = [node_of_device(address, devices) for address in device.pci_addresses()[: ranks.size]]
+    known = [node for node in nodes if node is not None]
+    return known if len(known) == ranks.size else None

@@ -1,0 +1,92 @@
+"""Triton's compilations for a plan, in a thread: otherwise each would stop the first step that launches its kernel.
+
+A kernel is compiled anew for each dtype and tile, and for sizes that are multiples of 16 or not. A weight's update
+begins with the first flush, so that these stops would be spread over the first steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.device_updates import triton_kernels
+from zenflow_compile.runtime.device_updates.selection import SliceState
+from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.parameters.device_state import DeviceState
+
+_META = torch.device("meta")  # shapes and dtypes alone; addresses count as multiples of 16, as those of real memory are
+
+
+class CompilerThread:
+    """Compiles what the offloaded parameters of ``plans`` launch on ``device``.
+
+    What fails here, or is not compiled here, the launch compiles, and raises then.
+
+    Args:
+        host_weights: ``offload_weights`` may put weights into host memory.
+
+    Raises:
+        RuntimeError: the system does not start a thread.
+    """
+
+    def __init__(self, plans: Sequence[ParamPlan], device: torch.device, *, host_weights: bool) -> None:
+        different = {replace(plan, index=0, name="", phase=0, pool=None): plan for plan in plans}
+        self._plans, self._device, self._host_weights = list(different.values()), device, host_weights
+        self._stopped = False
+        # Not daemonic: the interpreter would end under a thread that is inside of LLVM.
+        self._thread = threading.Thread(target=self._run, name="zenflow-compiler")
+        self._thread.start()
+
+    def _run(self) -> None:
+        with triton_kernels.compiling_for(self._device):
+            for plan in self._plans:
+                for compile_kernels in launches_of(plan, host_weights=self._host_weights):
+                    if self._stopped or not threading.main_thread().is_alive():
+                        return
+                    try:
+                        compile_kernels()
+                    except Exception:
+                        return
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def close(self) -> None:
+        """Compile no further kernel, and wait for the one in hand. Idempotent."""
+        self._stopped = True
+        self._thread.join()
+
+
+def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[], object]]:
+    """What an offloaded parameter launches, in the order of its first uses, on tensors without memory."""
+    whole = torch.empty(plan.whole.shape, dtype=plan.dtype, device=_META).view(plan.whole.shape[0], -1)
+    matrix = whole if plan.share is None else plan.share.view(whole)
+    device = DeviceState.allocate(plan, _META)
+    selection, dim = device.selection, plan.dim
+    deferred = torch.empty(plan.deferred, plan.length, dtype=plan.dtype, device=_META)
+    yield partial(triton_kernels.norms_and_split, matrix, dim, selection, device.gradient, deferred)
+    # Clipping and loss scales are known to the device alone.
+    factors = Number.known(1.0), Number(torch.empty((), dtype=torch.float64, device=_META))
+    rows = device.gradient, device.master, device.exp_avg, device.exp_avg_sq, 2, device.form
+    states = [SliceState(matrix, dim, selection, *rows)]
+    if host_weights:  # what is cast goes where the gradient was
+        states.append(SliceState(device.gradient, 0, None, *rows))
+    for factor in factors:
+        coefficients = StepCoefficients(lr=1.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=factor)
+        for state in states:
+            yield partial(triton_kernels.adam_columns_, state, coefficients, eps=1e-8)
+    if plan.compressed:
+        lost = deferred if plan.dtype == torch.float32 else deferred.bfloat16()
+        scales, values = scales_and_values(torch.empty(plan.buffer_shape, dtype=torch.int8, device=_META))
+        for factor in factors:
+            yield partial(triton_kernels.quantize_slices_, deferred, lost, factor.for_kernels(), scales, values)
+    if host_weights:
+        yield partial(triton_kernels.unsplit_columns, matrix, dim, selection, device.gradient, deferred)
+    yield partial(triton_kernels.merge_columns, matrix, dim, selection, deferred)
