@@ -40,6 +40,7 @@ class FakeEngine:
     adaptive_windows: AdaptiveWindows | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     worker_cores: tuple[int, ...] = (0,)
+    report_rows: tuple[tuple[str, str], ...] = ()
     timeline: Timeline | None = None
     id: int = field(default_factory=lambda: next(_ids))
     synchronized: int = 0

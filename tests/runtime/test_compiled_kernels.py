@@ -17,8 +17,7 @@ pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
-from tests.support.kernel_launches import Compiled, compile_for, record, record_ahead, specialized
-from zenflow_compile.planning.plan import ParamPlan, Placement
+from tests.support.kernel_launches import Compiled, compile_for, record
 
 # Of each thread. A multiprocessor has 65536, and a program 128 threads: 4, 6, 6, 6, 4, 5, 16 and 9 programs.
 REGISTERS = {
@@ -72,23 +71,6 @@ def test_machine_code(shape: tuple[int, int], dtype: torch.dtype, capability: in
     assert of_moments == {f"{kind}.global.{size}": 2 for kind in ("ld", "st") for size in ("v2.b32", "b8")}
     # Values follow scales in a block, so that their address is a multiple of 4 only.
     assert_wide(found["quantize"], "quantize", word_stores=2)
-
-
-@pytest.mark.parametrize("scale_on_device", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [QWEN_K, LLAMA_DOWN, (100, 37), (1, 64)])
-def test_launches_were_compiled_ahead(shape: tuple[int, int], dtype: torch.dtype, scale_on_device: bool) -> None:
-    ahead = []
-    for moments in ("fp32", "bf16", "fp8"):
-        dim = 0 if shape[0] >= shape[1] else 1
-        slices = shape[dim]
-        plan = ParamPlan(
-            index=0, name="w", shape=shape, dtype=dtype, placement=Placement.SPLIT_COLUMNS, dim=dim, slices=slices,
-            length=shape[1 - dim], k=len(range(0, slices, 10)), compressed=True, moments=moments,
-        )  # fmt: skip
-        ahead += [(each.kernel, specialized(each)) for each in record_ahead(plan, host_weights=True)]
-    for name, launch in record(shape, dtype, scale_on_device=scale_on_device).items():
-        assert (launch.kernel, specialized(launch)) in ahead, name
 
 
 def assert_wide(code: Compiled, name: str, *, narrow_stores: int = 0, word_stores: int = 0) -> None:

@@ -19,13 +19,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import triton_kernels
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.host.host_adam import scales_and_values
-from zenflow_compile.runtime.parameters.compile_ahead import launches_of
 from zenflow_compile.runtime.state_forms import StateForm
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -91,7 +89,7 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
     coefficients = StepCoefficients(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=scale)
     residual = deferred if dtype == torch.float32 else deferred.bfloat16()
     block = torch.empty(slices - k, length + 4, dtype=torch.int8)
-    with _recorders() as recorders:
+    with recording() as recorders:
         found = {}
         triton_kernels.norms_and_split(matrix, dim, selection, selected, deferred)
         found["split"] = recorders["_norms_and_split_kernel"].only()
@@ -113,7 +111,9 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
     return found
 
 
-class _Recorder:
+class Recorder:
+    """Stands in for a kernel, and notes what would be launched or compiled."""
+
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self.launches: list[Launch] = []
@@ -133,18 +133,11 @@ class _Recorder:
         return launch
 
 
-def record_ahead(plan: ParamPlan, *, host_weights: bool) -> list[Launch]:
-    """Record what is compiled ahead for a parameter."""
-    with _recorders() as recorders, triton_kernels.compiling_for(torch.device("cpu")):
-        for launch in launches_of(plan, host_weights=host_weights):
-            launch()
-        return [launch for recorder in recorders.values() for launch in recorder.launches]
-
-
 @contextmanager
-def _recorders() -> Iterator[dict[str, _Recorder]]:
+def recording() -> Iterator[dict[str, Recorder]]:
+    """Record launches inside of the block, by kernel."""
     names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
-    recorders = {name: _Recorder(getattr(triton_kernels, name)) for name in names}
+    recorders = {name: Recorder(getattr(triton_kernels, name)) for name in names}
     with pytest.MonkeyPatch.context() as patch:
         for name, recorder in recorders.items():
             patch.setattr(triton_kernels, name, recorder)

@@ -27,7 +27,7 @@ from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.state_file import FILE_THREADS, PIECE_BYTES, ScratchDirectory
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes, worker_cores
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step.min_window import host_rate
+from zenflow_compile.runtime.step.host_rate import host_rate
 
 _MOST_PIECES = 64  # and at most half of the free space, but at least one
 _BUDGET_SECONDS = 0.5  # each way: no further piece begins after it

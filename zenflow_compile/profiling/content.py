@@ -23,7 +23,7 @@ def sentences_of(recording: Recording, summary: Summary) -> list[str]:
 
 def rows_of(recording: Recording, summary: Summary) -> list[tuple[str, str]]:
     """Name and value of every row; a dash where nothing was measured."""
-    rows = _rows(recording, summary) + _limit_rows(recording, summary)
+    rows = [*_rows(recording, summary), *_limit_rows(recording, summary), *recording.rows]
     return [(name, printable(value)) for name, value in rows]
 
 

@@ -58,6 +58,7 @@ class _Attachment:
         if (engine := self.engine()) is not None:
             self.plan, self.model_bytes = engine.plan, engine.model_bytes
             self.adaptive_windows = engine.adaptive_windows
+            self.rows = tuple(engine.report_rows)
 
 
 class Profile:
@@ -320,5 +321,6 @@ def _recording(attachment: _Attachment) -> Recording:
         recording,
         adaptive_windows=attachment.adaptive_windows,
         norms=norms,
+        rows=attachment.rows,
         older_dropped=attachment.timeline.older_dropped,
     )

@@ -99,6 +99,7 @@ class Recording:
         updated_on_device: share of all elements whose update runs on the device: resident, streamed and selected ones.
         selected_share: share of the offloaded parameters' elements that is selected; None if unknown.
         norms: squared gradient norms, selected and total, over the recorded steps; None if unknown.
+        rows: name and value of rows that features of the engine add to the report.
         traffic: what the plan moves per step; None if nothing is offloaded, or unknown.
         bandwidths: measured bandwidths of this machine's memory and link; None where they were not measured.
         host_bytes: of optimizer state and buffers in host memory, as planned.
@@ -119,6 +120,7 @@ class Recording:
     updated_on_device: float = 1.0
     selected_share: float | None = None
     norms: NormSums | None = None
+    rows: tuple[tuple[str, str], ...] = ()
     traffic: Traffic | None = None
     bandwidths: Bandwidths | None = None
     host_bytes: int = 0

@@ -26,7 +26,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import errors, ops
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
-from zenflow_compile.runtime.moments import Moments, present, weakly
+from zenflow_compile.runtime.moments import Calls, Moments, present, weakly
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -60,16 +60,21 @@ class Engine(StepRunner):
             exchange, weights = self.registry.transport.exchange, self.weights
             backward, recorder = self.backward, self.recorder
             streamed = self.streamed if self.streamed.params else None
-            measured = self.min_window if self.schedule.measured else None
             profiled = recorder.timeline is not None
 
             def phase(name: str) -> object:
                 return profiled and partial(recorder.begin_phase, name)
 
+            of_features = [feature.calls() for feature in self.features]
+
+            def features(moment: str) -> Calls:
+                return present(*(calls.get(moment) for calls in of_features))
+
             enter = present(order and order.follow)
             use_memory = present(self.device_memory.given_back and weakly(self.bring_back))
             begin_updates = present(self.registry.check_groups, run_ahead and run_ahead.begin_step)
             self.moments = Moments(
+                allocated=present(ranks and ranks.reduction.parameters_changed, *features("allocated")),
                 enter=enter,
                 enter_ahead=present(order and order.follow_step),
                 use_memory=use_memory,
@@ -82,7 +87,7 @@ class Engine(StepRunner):
                     ranks and ranks.begin_backward,
                 ),
                 begin_backward=present(
-                    measured and measured.begin_backward,  # first: the others' work is not the forward's
+                    *features("begin_backward"),  # first: the others' work is not the forward's
                     phase("backward"),
                     exchange and exchange.start_uploads,  # after the forward, whose weights come through the same lane
                     streamed and streamed.prefetch,
@@ -99,13 +104,16 @@ class Engine(StepRunner):
                     streamed and streamed.check_weights,
                     phase("update"),
                 ),
+                final=features("final"),
                 settle=present(exchange and exchange.finish),
                 end_step=present(
                     run_ahead and run_ahead.end_step,
-                    measured and measured.end_step,  # before the profiler's own work
+                    *features("end_step"),  # before the profiler's own work
                     profiled and recorder.end_step,
                     self.sharded and order and order.end_step,  # last: it notes what the step has queued
                 ),
+                abandon=features("abandon"),
+                close=features("close"),
             )
 
     # Ops of backward graphs, and hooks on ``.grad``.

@@ -19,6 +19,7 @@ class Moments:
     """What runs at each moment, in order.
 
     Attributes:
+        allocated: further parameters are served.
         enter: code is about to queue work on the engine's memory.
         enter_ahead: so is FSDP2, in a stream that runs ahead of the training's.
         use_memory: the engine's memory of the device must be there.
@@ -29,10 +30,14 @@ class Moments:
         forward: weights are about to be read by a forward.
         begin_updates: parameters are about to be updated, in a step or in a backward.
         begin_step: the optimizer step begins.
+        final: all gradients of the step are final, and none has been used.
         settle: rows that change sides must have arrived.
         end_step: all work of the step is queued.
+        abandon: a state is about to be loaded.
+        close: the engine ends; its memory is there.
     """
 
+    allocated: Calls
     enter: Calls
     enter_ahead: Calls
     use_memory: Calls
@@ -43,8 +48,11 @@ class Moments:
     forward: Calls
     begin_updates: Calls
     begin_step: Calls
+    final: Calls
     settle: Calls
     end_step: Calls
+    abandon: Calls
+    close: Calls
 
 
 def present(*calls: object) -> Calls:

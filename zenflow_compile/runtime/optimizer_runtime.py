@@ -20,6 +20,7 @@ from zenflow_compile.planning.weight_memory import OffloadedWeights
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.features import FEATURES
 from zenflow_compile.runtime.moments import Moments
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim, Holders
@@ -28,7 +29,6 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass, StaleGradients
-from zenflow_compile.runtime.step.min_window import MeasuredWindow, ShortestWindow
 from zenflow_compile.runtime.step.optimizer_step import RunAhead
 from zenflow_compile.runtime.step.rank_calls import RankCalls, ShardCalls
 from zenflow_compile.runtime.step.schedule import Schedule
@@ -54,6 +54,7 @@ class OptimizerRuntime(ABC):
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
         used: a graph, a gradient or an optimizer step depends on this engine.
         in_child: this is a forked child's copy, which has neither the threads nor the host memory.
+        features: those of ``FEATURES`` that this engine has.
         moments: what the parts do at each moment of a step.
         sharded: the parameters are those of a model that FSDP2 shards, over one rank or several.
     """
@@ -115,8 +116,7 @@ class OptimizerRuntime(ABC):
         self._closing = False  # close() has begun; after an interrupt in it only another close() may follow
         self._finished = False  # in close(): all work has ended
         self._module_hooks: list[shard_hooks.Removable] = []
-        shortest = ShortestWindow(self.registry, self.recorder, whole_step=self.finalizes_in_backward)
-        self.min_window = MeasuredWindow(shortest, self.schedule, self.graphs, self.calls)
+        self.features = [feature for kind in FEATURES if (feature := kind.of(self)) is not None]
         self._claim: Claim | None = None
         self._on_backward_end: Callable[[Any], None] | None = None
         self._updating = False  # between begin_update and end_update: all gradients are final
@@ -162,8 +162,8 @@ class OptimizerRuntime(ABC):
             self.arrange()
         self.schedule.make_room(len(self.params))
         self.keep_hooks(shard_hooks.hook_shards(self.registry.given[known:], self.id))
-        if self.ranks is not None:
-            self.ranks.reduction.parameters_changed()
+        for call in self.moments.allocated:
+            call()
 
     @property
     def plan(self) -> Plan:
@@ -181,6 +181,11 @@ class OptimizerRuntime(ABC):
     def adaptive_windows(self) -> AdaptiveWindows | None:
         """Limits of adaptive update window lengths; None where the length is fixed."""
         return self.schedule.adaptive_windows
+
+    @property
+    def report_rows(self) -> list[tuple[str, str]]:
+        """Rows of a report that features add."""
+        return [row for feature in self.features for row in feature.rows()]
 
     @property
     def worker_cores(self) -> tuple[int, ...]:
@@ -476,7 +481,8 @@ class OptimizerRuntime(ABC):
         # Before ``registry.abandon``, which would wait forever for a job that was never queued.
         self.uploads.abandon()
         self.schedule.forget()
-        self.min_window.forget()
+        for call in self.moments.abandon:
+            call()
         self.registry.drop_grads()
         self.stale.forget()
         self.registry.abandon()
@@ -544,10 +550,11 @@ class OptimizerRuntime(ABC):
         error: Exception | None = None
         # Each part may be repeated.
         # In this order: gradients that stay in ``.grad`` copy their values from host memory, which the last part frees.
-        for part in (
+        parts: list[Callable[[], object]] = [
             partial(self._finish, flush=flush), self.uploads.allow_reads, self._release_gradients, self.weights.restore,
-            self.registry.close,
-        ):  # fmt: skip
+            *self.moments.close, self.registry.close,
+        ]  # fmt: skip
+        for part in parts:
             try:
                 part()
             except Exception as raised:

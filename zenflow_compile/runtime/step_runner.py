@@ -14,7 +14,7 @@ from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
-from zenflow_compile.runtime.step.optimizer_step import Member, clip_gradients, members_of, record_norms, update_slices
+from zenflow_compile.runtime.step.optimizer_step import Member, clip_gradients, members_of, update_slices
 
 
 class StepRunner(OptimizerRuntime):
@@ -122,8 +122,8 @@ class StepRunner(OptimizerRuntime):
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.device, limit, self.shards)
         self.registry.finish_factors()
-        if (timeline := self.recorder.timeline) is not None:
-            record_norms(self.registry, timeline)
+        for call in self.moments.final:
+            call()
         self._updating = True  # last, so that an error above leaves it unset
 
     def _keep_fitting(self, fitting: Mapping[int, str]) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +45,6 @@ from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.parameters.transport import StreamOrder, Transport
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import State
-
-if TYPE_CHECKING:  # it needs Triton
-    from zenflow_compile.runtime.parameters.compile_ahead import CompilerThread
 
 
 def pools_arena_bytes(params: Sequence[ParamPlan]) -> int:
@@ -133,7 +130,6 @@ class EngineMemory:
         self.kernels: dict[tuple[torch.dtype, torch.dtype, int], HostAdam] = {}
         self._options = options
         self._arenas: list[HostArena] = []
-        self._compilers: list[CompilerThread] = []
 
     def allocate(self, plan: Plan, new: Sequence[ParamPlan], params: Sequence[Parameter], undo: ExitStack) -> Allocated:
         """Allocate for ``params``, whose plans are ``new``, the last of ``plan``. ``keep`` it, or close ``undo``.
@@ -208,12 +204,6 @@ class EngineMemory:
         if on_host or streams_state:
             self.transport.to_host.start()
             self.transport.to_device.start()
-        if on_host and self._device.has_triton:
-            from zenflow_compile.runtime.parameters.compile_ahead import CompilerThread
-
-            host_weights = self._options.offload_weights is not False
-            compiler = CompilerThread(on_host, self._device.torch_device, host_weights=host_weights)
-            self._compilers.append(compiler)
 
     def keep(self, allocated: Allocated) -> None:
         """Serve the parameters of ``allocated``, and own their memory. Cannot fail."""
@@ -320,8 +310,6 @@ class EngineMemory:
         with ExitStack() as others:
             others.callback(self.transport.to_device.close)
             others.callback(self.transport.to_host.close)
-            for compiler in self._compilers:
-                others.callback(compiler.close)
             self.transport.workers.close()
 
     def free(self) -> None:

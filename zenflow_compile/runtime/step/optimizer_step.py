@@ -27,7 +27,7 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.step.rank_calls import ShardCalls
-from zenflow_compile.timeline import DeviceEvent, Timeline
+from zenflow_compile.timeline import DeviceEvent
 
 
 class Member(NamedTuple):
@@ -163,14 +163,3 @@ def _norms(records: list[GradientRecord], resident: list[Tensor]) -> list[Tensor
 
 def _total_norm(norms: list[Tensor], device: torch.device) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
-
-
-def record_norms(registry: ParamRegistry, timeline: Timeline) -> None:
-    """Record the share of squared gradient norm in the selected slices."""
-    used = (GradientState.PARTS, GradientState.CONSUMED)
-    present = [offloaded for offloaded in registry.offloaded.values() if offloaded.state in used]
-    if not present:
-        return
-    sides = [offloaded.device for offloaded in present]
-    selected = torch.stack([side.selected_norm() for side in sides]).sum()
-    timeline.add_norms(selected, torch.stack([side.norms.sum() for side in sides]).sum())

@@ -3,7 +3,7 @@
 Values of the device are used at a fixed lag, when their copy to the host is long done (``device/readback.py``): norms
 two steps after they were computed, the drift of a selection one update window after, and at least two steps. The lag is
 the same on every device. Measured time is used one time, for the shortest window that ``update_interval="auto"`` may
-choose (``min_window.py``).
+choose (``features/measured_window``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides the shortest update window that the host keeps up with, one time, from two measurements.
+"""Decides the shortest update window that the host keeps up with, once, from two measurements.
 
 The host must finish its updates in the time that hides them. With windows of S steps, it flushes 1/S of all windows per
 step, and each flush reads S gradients in addition to the state: longer windows need less of its time. The time that
@@ -9,25 +9,17 @@ first in the forward, and the order by earliest deadline fits both into one step
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence, Sized
-
-import torch
+from typing import Self
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.cores import last_level_cache_bytes
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
-from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
-from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, UpdateWork, WindowAddresses, touched_bytes
+from zenflow_compile.runtime.features.feature import EngineParts, Feature, FeatureCalls
+from zenflow_compile.runtime.parameters.host_state import touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
-from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.step.host_rate import host_rate
 from zenflow_compile.runtime.step.rank_calls import StepMessages
 from zenflow_compile.runtime.step.schedule import Schedule
-
-_CACHES = 2  # the measurement of the host's rate covers this many times the last-level cache
 
 
 class ShortestWindow:
@@ -88,8 +80,8 @@ class ShortestWindow:
         return shortest_window(plans, bytes_per_second=self._bytes_per_second, hidden_s=hidden_s)
 
 
-class MeasuredWindow:
-    """Bounds the update windows of one engine as soon as the bound is known: a part of it at each backward and step.
+class MeasuredWindow(Feature):
+    """Bounds the update windows of one engine as soon as the bound is known.
 
     Args:
         graphs: what the backend has compiled for the engine.
@@ -102,6 +94,16 @@ class MeasuredWindow:
         self._graphs = graphs
         self._calls = calls
 
+    @classmethod
+    def of(cls, engine: EngineParts) -> Self | None:
+        if not engine.schedule.measured:
+            return None
+        shortest = ShortestWindow(engine.registry, engine.recorder, whole_step=engine.finalizes_in_backward)
+        return cls(shortest, engine.schedule, engine.graphs, engine.calls)
+
+    def calls(self) -> FeatureCalls:
+        return {"begin_backward": self.begin_backward, "end_step": self.end_step, "abandon": self._shortest.forget}
+
     def begin_backward(self) -> None:
         if self._schedule.shortest_window is None:
             measured = self._shortest.begin_backward(len(self._graphs))
@@ -113,9 +115,6 @@ class MeasuredWindow:
     def end_step(self) -> None:
         if self._schedule.shortest_window is None:
             self._shortest.end_step(len(self._graphs))
-
-    def forget(self) -> None:
-        self._shortest.forget()
 
 
 def shortest_window(plans: Sequence[ParamPlan], *, bytes_per_second: float, hidden_s: float) -> int:
@@ -132,40 +131,3 @@ def shortest_window(plans: Sequence[ParamPlan], *, bytes_per_second: float, hidd
         if bytes_per_flush / steps <= bytes_per_second * hidden_s:
             return steps
     return longest
-
-
-def host_rate(kernel: HostAdam, plan: ParamPlan, workers: Workers) -> float:
-    """Measure the bytes per second at which all workers together update windows of the longest length.
-
-    It takes some ten milliseconds, in memory made for it: tasks of the usual size, the same number for each worker,
-    together larger than the last-level cache, as a model's state is. The first round touches the memory, the second one
-    is timed.
-    """
-    coefficients = [StepCoefficients.known(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0)] * plan.interval
-    touched = touched_bytes(plan, len(coefficients))
-    of_task = max(1, TASK_ELEMENTS // plan.length)  # slices
-    rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (of_task * plan.length * touched * workers.count)))
-    tasks = rounds * workers.count
-    slices, elements = tasks * of_task, tasks * of_task * plan.length
-    form = StateForm.of_deferred(plan)
-    # Ones, because the system backs fresh zeros with a single page, which would be read from the cache.
-    stored = zip(form.row_elements, form.dtypes, strict=True)
-    state = [torch.ones(slices * row, dtype=dtype, device="cpu") for row, dtype in stored]
-    out = torch.ones(elements, dtype=plan.dtype, device="cpu")
-    shape = (slices, plan.buffer_shape[1]) if plan.compressed else (elements,)
-    gradients = [torch.ones(shape, dtype=plan.buffer_dtype, device="cpu") for _ in coefficients]
-    update = WindowUpdate(
-        state, out, gradients, coefficients, len(coefficients), 1.0, form, out if form.split else None
-    )
-    addresses = WindowAddresses(kernel.window(update), update)
-    bounds = bounds_of([slice(number * elements // tasks, (number + 1) * elements // tasks) for number in range(tasks)])
-    work = UpdateWork(addresses, coefficients, len(coefficients), 1.0, touched, bounds)
-    workers.start()
-    seconds = 0.0
-    for _ in range(2):
-        job = Job(work, (), (), workers.handle, deadline=0, step=0, param="(measuring the host's rate)")
-        begin = time.perf_counter()
-        workers.submit(job)
-        job.wait()
-        seconds = time.perf_counter() - begin
-    return elements * touched / seconds

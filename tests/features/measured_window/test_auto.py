@@ -14,7 +14,8 @@ from tests.support.copies import Copies
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same
 from zenflow_compile.options import options as options_module
 from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE
-from zenflow_compile.runtime.step import min_window, schedule
+from zenflow_compile.runtime.features import measured_window
+from zenflow_compile.runtime.step import schedule
 from zenflow_compile.timeline import AdaptiveWindows
 
 SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
@@ -24,7 +25,7 @@ SLOW_HOST, FAST_HOST = 1.0, 1e18  # bytes per second
 def rates() -> Iterator[list[float]]:
     """Replaces the host's measurements by a list of rates, in order; no other measurement is made."""
     given: list[float] = []
-    with mock.patch.object(min_window, "host_rate", side_effect=lambda *_: given.pop(0)):
+    with mock.patch.object(measured_window, "host_rate", side_effect=lambda *_: given.pop(0)):
         yield given
 
 

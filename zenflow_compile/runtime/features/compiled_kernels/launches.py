@@ -1,14 +1,11 @@
-"""Triton's compilations for a plan, in a thread: otherwise each would stop the first step that launches its kernel.
+"""What an offloaded parameter launches: calls of the launching functions themselves, on tensors without memory.
 
-A kernel is compiled anew for each dtype and tile, and for sizes that are multiples of 16 or not. A weight's update
-begins with the first flush, so that these stops would be spread over the first steps.
+This module imports Triton, so it is imported only where Triton is installed.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -24,48 +21,12 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 _META = torch.device("meta")  # shapes and dtypes alone; addresses count as multiples of 16, as those of real memory are
 
 
-class CompilerThread:
-    """Compiles what the offloaded parameters of ``plans`` launch on ``device``.
-
-    What fails here, or is not compiled here, the launch compiles, and raises then.
+def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[], object]]:
+    """What the offloaded parameter of ``plan`` launches, in the order of first uses.
 
     Args:
-        host_weights: ``offload_weights`` may put weights into host memory.
-
-    Raises:
-        RuntimeError: the system does not start a thread.
+        host_weights: ``offload_weights`` may put its weight into host memory.
     """
-
-    def __init__(self, plans: Sequence[ParamPlan], device: torch.device, *, host_weights: bool) -> None:
-        different = {replace(plan, index=0, name="", phase=0, pool=None): plan for plan in plans}
-        self._plans, self._device, self._host_weights = list(different.values()), device, host_weights
-        self._stopped = False
-        # Not daemonic: the interpreter would end under a thread that is inside of LLVM.
-        self._thread = threading.Thread(target=self._run, name="zenflow-compiler")
-        self._thread.start()
-
-    def _run(self) -> None:
-        with triton_kernels.compiling_for(self._device):
-            for plan in self._plans:
-                for compile_kernels in launches_of(plan, host_weights=self._host_weights):
-                    if self._stopped or not threading.main_thread().is_alive():
-                        return
-                    try:
-                        compile_kernels()
-                    except Exception:
-                        return
-
-    def wait(self) -> None:
-        self._thread.join()
-
-    def close(self) -> None:
-        """Compile no further kernel, and wait for the one in hand. Idempotent."""
-        self._stopped = True
-        self._thread.join()
-
-
-def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[], object]]:
-    """What an offloaded parameter launches, in the order of its first uses, on tensors without memory."""
     whole = torch.empty(plan.whole.shape, dtype=plan.dtype, device=_META).view(plan.whole.shape[0], -1)
     matrix = whole if plan.share is None else plan.share.view(whole)
     device = DeviceState.allocate(plan, _META)

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.host.host_adam import HostAdam
-from zenflow_compile.runtime.host.workers import Job, Workers
+from zenflow_compile.runtime.features import measured_window
+from zenflow_compile.runtime.features.measured_window import ShortestWindow, shortest_window
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step import min_window
-from zenflow_compile.runtime.step.min_window import ShortestWindow, host_rate, shortest_window
 
 CPU = torch.device("cpu")
 # 80 deferred slices of 100: 8000 elements; in bf16 a flush of S = 1, 2, 3, 4 steps touches 28, 30, 32, 34 bytes each.
@@ -85,7 +83,7 @@ def rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         made.append(PER_STEP[1])
         return PER_STEP[1]
 
-    monkeypatch.setattr(min_window, "host_rate", measured)
+    monkeypatch.setattr(measured_window, "host_rate", measured)
     return made
 
 
@@ -149,30 +147,3 @@ def test_step_without_backward_is_not_measured() -> None:
     assert run.step(100.0, 100.0) is None
     run.step(fits(3), 1.0)
     assert run.step(100.0, 100.0) == 3
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize(("cache_bytes", "rounds"), [(0, 1), (5000 * 34 * 3, 6)])
-def test_host_rate_uses_the_kernel_on_all_workers(
-    workers: int, cache_bytes: int, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(min_window, "TASK_ELEMENTS", 5000)
-    monkeypatch.setattr(min_window, "last_level_cache_bytes", lambda: cache_bytes * workers)
-    touched: list[tuple[int, int]] = []
-    submit = Workers.submit
-
-    def watched(pool: Workers, job: Job) -> None:
-        submit(pool, job)
-        job.settle()
-        assert job.work is not None
-        touched.append((len(job.records), sum(job.work.touched_bytes(*each) for each in enumerate(job.records))))
-        assert all(record.end_ns for record in job.records)
-
-    monkeypatch.setattr(Workers, "submit", watched)
-    pool = Workers(workers, Recorder())
-    try:
-        assert host_rate(HostAdam(torch.bfloat16, torch.bfloat16, 4), PLAN, pool) > 0
-    finally:
-        pool.close()
-    tasks = rounds * workers
-    assert touched == [(tasks, tasks * 5000 * 34)] * 2
