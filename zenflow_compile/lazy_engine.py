@@ -25,6 +25,7 @@ from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.forked_engine import ForkedEngine
 from zenflow_compile.runtime.host.cores import local_ranks
 from zenflow_compile.runtime.host.host_adam import check_native_code
 from zenflow_compile.runtime.nvme.state_file import existing_directory
@@ -183,7 +184,7 @@ class LazyEngine:
         except Exception as error:
             lost = lost or error
         self._taken_over = True
-        if engine is not None and engine.in_child:  # close() leaves both to the parent
+        if isinstance(engine, ForkedEngine):  # close() leaves both to the parent
             ops.unregister_engine(engine.id)
             self.claim.release()
         return lost

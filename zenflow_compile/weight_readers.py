@@ -25,6 +25,7 @@ from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.import_hook import ImportHook
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.forked_engine import ForkedEngine
 from zenflow_compile.torch_internals import torch_private
 
 Written: TypeAlias = Callable[[dict[str, Any]], Iterable[Tensor]]
@@ -154,7 +155,11 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
         if torch.compiler.is_compiling():  # graphs fetch what they read
             return function(*args, **keywords)
         # A forked child applies nothing, and may call this for parameters of its own. Reads of ours stay refused.
-        engines = [engine for engine in ops.live_engines() if isinstance(engine, Engine) and not engine.in_child]
+        engines = [
+            engine
+            for engine in ops.live_engines()
+            if isinstance(engine, Engine) and not isinstance(engine, ForkedEngine)
+        ]
         call = signature.bind(*args, **keywords) if engines and written is not None else None
         for engine in engines:
             try:

@@ -11,7 +11,6 @@ Order of a training step, for graph nodes and for hooks on ``.grad``:
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -120,7 +119,7 @@ class Engine(StepRunner):
 
     def begin_backward(self, arrived: int | None = None) -> None:
         """Begin a backward that is not known yet; ``arrived``: the parameter whose gradient showed it."""
-        if self.failure is not None or self._closing or self.in_child:
+        if self.failure is not None or self._closing:
             self._check()
         task = torch_private.current_graph_task()
         backward = self.backward
@@ -271,7 +270,7 @@ class Engine(StepRunner):
         backward = self.backward
         with backward.lock:
             known = torch_private.current_graph_task() == backward.task
-            if not known or self.failure is not None or self._closing or self.in_child:
+            if not known or self.failure is not None or self._closing:
                 self.begin_backward(p)
             for call in self.moments.gradients:
                 call()
@@ -346,9 +345,6 @@ class Engine(StepRunner):
 
     def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None:
         """Make due updates of parameters that are about to be read visible, and start the uploads that follow."""
-        if self.in_child:
-            self._check_weights_in_child()
-            return
         if self.failure is not None or self._closing:
             self._check()
         for call in self.moments.forward:
@@ -369,7 +365,7 @@ class Engine(StepRunner):
 
     def begin_weights(self, graph: int) -> None:
         """A graph that loads weights begins: start the copies of those that it loads first."""
-        if self.in_child or self._closing or self.failure is not None:
+        if self._closing or self.failure is not None:
             return
         for follow in self.moments.enter:
             follow()
@@ -377,8 +373,6 @@ class Engine(StepRunner):
 
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None:
         """Load a weight, which ``inputs`` of the graph have, unless the device has it."""
-        if self.in_child:
-            errors.refuse_in_child("the weights are in memory of its parent")
         if torch_private.saves_tensors_elsewhere():
             raise RuntimeError(
                 "saved_tensors_hooks (or save_on_cpu) are active, and would read weights that offload_weights keeps "
@@ -430,14 +424,3 @@ def _end_callback(engine: weakref.ref[Engine]) -> Callable[[], None]:
             me.end_backward(nested=torch_private.inside_backward_node())
 
     return ended
-
-
-def _enter_child() -> None:
-    for engine in ops.live_engines():
-        if isinstance(engine, Engine):
-            engine.enter_child()
-
-
-# Without this a child would use memory and wait for threads that it does not have, and its share in the lock on
-# ``nvme_path`` would outlive a killed parent.
-os.register_at_fork(after_in_child=_enter_child)

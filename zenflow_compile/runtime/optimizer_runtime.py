@@ -53,7 +53,6 @@ class OptimizerRuntime(ABC):
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
         used: a graph, a gradient or an optimizer step depends on this engine.
-        in_child: this is a forked child's copy, which has neither the threads nor the host memory.
         features: those of ``FEATURES`` that this engine has.
         moments: what the parts do at each moment of a step.
         sharded: the parameters are those of a model that FSDP2 shards, over one rank or several.
@@ -111,7 +110,6 @@ class OptimizerRuntime(ABC):
         self.graphs: list[Any] = []
         self.closed = False
         self.used = False
-        self.in_child = False
         self.failure: BaseException | None = None
         self._closing = False  # close() has begun; after an interrupt in it only another close() may follow
         self._finished = False  # in close(): all work has ended
@@ -234,15 +232,10 @@ class OptimizerRuntime(ABC):
 
     def before_load(self) -> None:
         """Apply due updates before weights are loaded into the model, so that the loaded weights win."""
-        if self.in_child:
-            return
         self.uploads.before_load(self.step)
 
     def synchronize(self) -> None:
         """Wait for work in flight, which may raise, and make due updates visible. The trajectory stays as it was."""
-        if self.in_child:
-            self._check_weights_in_child()
-            return
         self._check()
         self._check_backward()
         self.registry.follow_shards()
@@ -324,9 +317,6 @@ class OptimizerRuntime(ABC):
             RuntimeError: work in flight failed, a weight was written while an update of it was in flight, or an update
                 is due in a forked child.
         """
-        if self.in_child:
-            self._check_weights_in_child()
-            return
         self._check()
         if not self.uploads.is_current(self.step):
             only = None
@@ -345,9 +335,6 @@ class OptimizerRuntime(ABC):
 
         Raises RuntimeError as ``apply_due`` does.
         """
-        if self.in_child:
-            self._check_weights_in_child()
-            return
         if self.failure is not None or self._closing:
             self._check()
         chosen = [self.offloaded[p] for each in sharded if (p := self.index_of(each)) in self.offloaded]
@@ -393,7 +380,6 @@ class OptimizerRuntime(ABC):
         """
         if not self.weights.weights:
             return
-        self._check_host_weights_in_child()
         if self.failure is not None:
             # Hazard: weights in files take turns in memory. A load would wait for the job of another parameter, which
             # an interrupted step has never queued.
@@ -411,13 +397,8 @@ class OptimizerRuntime(ABC):
         home = self.weights.weights.get(index)
         if home is None or home.is_on_device():
             return None
-        self._check_host_weights_in_child()
         values = self.registry.weight_of(index)
         return values.clone() if home.place is Place.WHOLE else values  # of slices it is a copy already
-
-    def _check_host_weights_in_child(self) -> None:
-        if self.in_child and any(each.offloaded for each in self.weights.weights.values()):
-            errors.refuse_in_child("weights are in host memory, which it does not have")
 
     def release_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Unload weights that are held. None: all."""
@@ -488,9 +469,7 @@ class OptimizerRuntime(ABC):
         self.registry.abandon()
 
     def _check(self) -> None:
-        """Raise if the engine must not be used: forked, closed, or failed. Its work follows that of the last call."""
-        if self.in_child:
-            errors.refuse_in_child()
+        """Raise if the engine must not be used: closed, or failed. Its work follows that of the last call."""
         if self.closed or self._closing:
             raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
         if self.failure is not None:
@@ -512,15 +491,6 @@ class OptimizerRuntime(ABC):
             )
             errors.refuse_failed(self.failure)
 
-    def enter_child(self) -> None:
-        """Refuse everything but reading weights: this process was forked from the engine's."""
-        self.in_child = True
-        self.registry.memory.enter_child()
-
-    def _check_weights_in_child(self) -> None:
-        if any(each.due(self.step) or each.arriving is not None for each in self.offloaded.values()):
-            errors.refuse_in_child("an update of the weights was on its way when the process was forked")
-
     def close(self, *, flush: bool) -> None:
         """Apply all updates, stop the threads, free host memory. Safe to call twice.
 
@@ -533,9 +503,6 @@ class OptimizerRuntime(ABC):
             RuntimeError: work in flight failed. The engine is closed all the same.
         """
         if self.closed:
-            return
-        if self.in_child:
-            self.closed = True
             return
         if flush and not self._closing:
             try:

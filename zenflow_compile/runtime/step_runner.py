@@ -36,7 +36,7 @@ class StepRunner(OptimizerRuntime):
         Empty where no flush is possible; of several ranks, the first one answers.
         """
         other_rank = self.calls is not None and self.calls.group.rank > 0
-        if self.closed or self._closing or self.failure is not None or self.in_child or other_rank:
+        if self.closed or self._closing or self.failure is not None or other_rank:
             return []
         return [count for offloaded in self.offloaded.values() if (count := offloaded.unapplied(self.step))]
 

@@ -31,6 +31,7 @@ from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.forked_engine import ForkedEngine
 from zenflow_compile.runtime.gradients.pending_gradient import WindowSum
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.host.workers import Job
@@ -80,7 +81,7 @@ _STATE = ("master", "exp_avg", "exp_avg_sq")
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of a synchronized engine: ``state`` and ``param_groups``, as PyTorch has them."""
-    if engine.in_child:
+    if isinstance(engine, ForkedEngine):
         errors.refuse_in_child()
     if engine.ranks is not None:
         engine.ranks.group.exchange(Call.STATE)  # raises RankError if not all ranks are about to gather their state
