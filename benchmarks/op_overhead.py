@@ -29,7 +29,7 @@ from benchmarks.common import Spread, Target, option_parser, write_results
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
 from zenflow_compile.runtime.parameters.device_state import DeviceState
-from zenflow_compile.runtime.step import optimizer_step, schedule
+from zenflow_compile.runtime.step import schedule, slice_updates
 
 TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
@@ -38,7 +38,7 @@ NODES = ("fetch_parameters_", "begin_backward", "offload_gradients", "update_par
 ENTRIES = (*NODES, "accept_grad", "end_backward")  # hooks and callbacks of autograd, too
 OPERATORS = (
     (column_ops, "norms_and_split"), (column_ops, "adam_columns_"), (column_ops, "merge_columns"),
-    (ResidentAdam, "update"), (optimizer_step, "feed_scores"),
+    (ResidentAdam, "update"), (slice_updates, "feed_scores"),
     (schedule, "count_leaving"), (DeviceState, "best_slices"), (DeviceState, "better_slices"),
 )  # fmt: skip
 _OPERATOR_NAMES = frozenset(name for _, name in OPERATORS)

@@ -24,7 +24,7 @@ from benchmarks.systems.local import Ours, Plain
 from benchmarks.systems.workloads import WORKLOADS
 from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.step import optimizer_step
+from zenflow_compile.runtime.step import slice_updates
 from zenflow_compile.runtime.step.schedule import Schedule
 
 TARGET = 1.15
@@ -42,7 +42,7 @@ def _nothing(*_: object, **__: object) -> None:
 PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     "split and norms": ((column_ops, "norms_and_split", _norms_alone),),
     "AdamW on selected slices": ((column_ops, "adam_columns_", _nothing),),
-    "scores and selection": ((optimizer_step, "feed_scores", _nothing), (Schedule, "selection", _nothing)),
+    "scores and selection": ((slice_updates, "feed_scores", _nothing), (Schedule, "selection", _nothing)),
     "copies": ((thread_lane, "copy_without_gil", _nothing),),
     "merges": ((column_ops, "merge_columns", _nothing),),
     "host updates": (),  # a kernel belongs to its engine

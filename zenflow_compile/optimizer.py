@@ -394,7 +394,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         for hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
             hook(self)
         self._lazy_engine.claim.check_params(self.param_groups)
-        with engine.announcing():
+        with engine.calls.announcing():
             engine.synchronize()
             state = save_load.state_dict(engine, self.param_groups)
         for hook in torch_private.optimizer_hooks(self, "state_dict_post"):

@@ -23,8 +23,8 @@ def empty(moments: Moments) -> set[str]:
 
 # On the CPU: one stream, one rank, no profiler.
 ABSENT = {
-    "allocated", "enter", "enter_ahead", "use_memory", "begin_backward", "gradients", "end_backward", "forward",
-    "final", "settle", "abandon", "close",
+    "allocated", "enter", "enter_ahead", "use_memory", "begin_backward", "gradients", "contributed", "end_backward",
+    "forward", "final", "settle", "abandon", "close",
 }  # fmt: skip
 
 

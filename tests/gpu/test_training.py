@@ -25,7 +25,7 @@ from tests.gpu.training import (
 from zenflow_compile.runtime.device import stream_lane
 from zenflow_compile.runtime.device.cuda import CudaDevice
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.step.optimizer_step import STEP_BEFORE_LAST
+from zenflow_compile.runtime.step.run_ahead import STEP_BEFORE_LAST
 
 pytestmark = [
     pytest.mark.gpu,

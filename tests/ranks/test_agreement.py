@@ -128,7 +128,6 @@ def measured(rank: int) -> tuple[Options, int | None]:
     chosen = agreed(ranks, given, resolved, [{"params": params, **ADAM}], params)
     optimizer = on_ranks(model, update_interval="auto")
     calls = optimizer.engine.calls
-    assert calls is not None
     calls.measured_window = 3 + rank
     with calls.step(0) as shortest_window:
         pass

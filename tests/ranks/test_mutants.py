@@ -287,8 +287,7 @@ def chosen_alike(rank: int, what: str) -> None:
             patch.setattr(lazy_engine, "_resolve", lambda given, *_, **__: replace(given, topk_ratio=0.5))
         optimizer = optimizer_over(model, {**ADAPTIVE, "update_interval": (None, 4)}, "")
         engine = optimizer.engine
-    assert engine.shards is not None
-    engine.shards.measured_window = 3 - rank
+    engine.calls.measured_window = 3 - rank
     backward(model, 0, rank)
     optimizer.step()
     found = {"choices": engine.options.topk_ratio == 0.25, "measured": engine.schedule.shortest_window == 3}

@@ -24,7 +24,7 @@ from zenflow_compile.runtime.gradients.factors import Factors, multiply_
 from zenflow_compile.runtime.gradients.pending_gradient import Scales, WindowSum
 from zenflow_compile.runtime.parameters.device_state import DeviceState, feed_scores
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step.optimizer_step import STEP_BEFORE_LAST, RunAhead
+from zenflow_compile.runtime.step.run_ahead import STEP_BEFORE_LAST, RunAhead
 
 pytestmark = pytest.mark.timeout(120)
 

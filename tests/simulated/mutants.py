@@ -194,7 +194,7 @@ MUTANTS = {
     # Either wait is enough: the copy of the numbers is part of the step before last.
     "numbers read before their copy": Mutant(
         (("device.readback:Reading.values", 'self._device.wait_for(event, "scheduling inputs")', "pass"),
-         ("step.optimizer_step:RunAhead.begin_step", "self._device.wait_for(end, STEP_BEFORE_LAST)", "pass")),
+         ("step.run_ahead:RunAhead.begin_step", "self._device.wait_for(end, STEP_BEFORE_LAST)", "pass")),
         Case("auto windows", delays="compute last"),
     ),
     "calls on two streams": without(

@@ -106,6 +106,7 @@ def _read_directly(module: nn.Module) -> Iterator[nn.Parameter]:
 class ReadBeforeApply:
     """``module._apply``, which moves or casts parameters: due updates are applied, and weights loaded, first.
 
+    It shadows the method in each hooked module's ``__dict__``: PyTorch calls no hook before ``.to()`` and ``.half()``.
     Copies and pickles of the module have the method of its class.
     """
 

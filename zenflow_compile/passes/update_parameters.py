@@ -105,7 +105,7 @@ def update_groups(graph: Graph, ready: Mapping[Node, Updates]) -> list[tuple[Nod
 
 
 def insert_update(graph: Graph, start: Node, updates: Updates, engine_id: int, serves: Node | None = None) -> None:
-    """Insert updates at the graph's insertion point.
+    """Insert updates at the graph's insertion point. Nothing else makes update nodes, in a backward or for ``explain``.
 
     The weights are arguments, so that the compiler sees the writes and keeps them behind every read; the engine has
     everything else. Host-only parameters (k = 0) have no columns to update on the device.

@@ -373,7 +373,11 @@ class ParamPlan:
         return of_window + self.staleness if self.pool is None else of_window * (1 + self.staleness)
 
     def buffer_index(self, step: int) -> int:
-        """The gradient buffer of optimizer step ``step``; of a ``summed`` window, of the one that has this step."""
+        """The gradient buffer of optimizer step ``step``; of a ``summed`` window, of the one that has this step.
+
+        A buffer belongs to a step, not to a gradient: a missing one leaves its buffer and its place in the window
+        empty. Moments, counts, rates and scores do not change then, and the window's position still advances.
+        """
         since = step - self.phase - 1  # a window begins behind the step that flushes the last one
         return (since // self.interval if self.summed else since) % self.gradient_buffers
 

@@ -72,7 +72,10 @@ def dimensions(scenario: Scenario, given: Collection[str], estimator: Estimator)
 
 
 def ways_to_divide(scenario: Scenario) -> tuple[Dimension, ...]:
-    """What is searched where the scenario has the options: how the tokens of a step are divided, and recomputation."""
+    """What is searched where the scenario has the options: how the tokens of a step are divided, and recomputation.
+
+    Only ``zf.plan`` and the command ask. In a run the program decides both, so ``policy="auto"`` does not search them.
+    """
     recomputes = (False, True) if scenario.recompute is None else (scenario.recompute,)
     ways = tuple({"recompute": recompute} for recompute in recomputes)
     return ({"policy": scenario.options.policy},), _divisions(scenario), ways

@@ -291,7 +291,8 @@ class Lanes:
         if not self._uploads or not self._uploads[0][1].updated:
             return None
         loads = self.weights.in_staging
-        # One buffer is left to loads: the device may wait for a weight that is read before the uploaded ones.
+        # One buffer is left to loads: the device may wait for a weight that is read before the uploaded ones. Loads
+        # leave one to uploads, too, so that neither waits for the other in a circle.
         most = UPLOAD_RING - self.weights.expects_loads
         if self._in_upload_ring >= most or self._in_upload_ring + loads >= UPLOAD_RING:
             return None

@@ -6,7 +6,9 @@ bandwidth, cores and disk. Transfers that need more host memory bandwidth than t
 published performance models leave this contention out.
 
 Simplifications: a block of the model is the smallest unit of computing, copying and updating; update windows are as
-long as the plan says, and nothing re-selects; launching work costs nothing; a disk does one transfer at a time.
+long as the plan says, and nothing re-selects; launching work costs nothing; a disk does one transfer at a time; memory
+has no fragmentation; a backward loads every offloaded weight, although it reads no embedding; and a tied weight is
+loaded once in a forward, which reads it twice.
 """
 
 from __future__ import annotations

@@ -214,22 +214,22 @@ class Profile:
                 or not all ranks call it, or one has failed.
             TypeError, ValueError: see ``report``.
         """
-        found = [(each, engine.calls) for each, engine in self._attached() if engine.calls is not None]
+        found = [(each, group) for each, engine in self._attached() if (group := engine.calls.group) is not None]
         if len(found) != 1:
             text = (
                 "report_ranks() is for one open optimizer with a process_group or a sharded model, and this profile "
                 f"has {len(found)}; profile(optimizer) records one, and report() prints this rank alone"
             )
-            for _, calls in found:
-                calls.group.announce(text)  # the others may wait for its message
+            for _, group in found:
+                group.announce(text)  # the others may wait for its message
             raise RuntimeError(text)
-        ((attachment, calls),) = found
+        ((attachment, group),) = found
         attachment.refresh()
-        with calls.group.announcing():
+        with group.announcing():
             shown_on = console_of(console)
             check_integer("steps", steps, 1)
-            texts = calls.group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
-        if calls.group.message_rank == 0:
+            texts = group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
+        if group.message_rank == 0:
             self.report(shown_on, steps=steps)
             print_ranks([json.loads(text) for text in texts], shown_on)
 

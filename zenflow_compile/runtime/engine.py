@@ -29,6 +29,7 @@ from zenflow_compile.runtime.moments import Calls, Moments, present, weakly
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
+from zenflow_compile.runtime.step.backward import BackwardPass
 from zenflow_compile.runtime.step_runner import StepRunner
 from zenflow_compile.torch_internals import torch_private
 
@@ -92,6 +93,7 @@ class Engine(StepRunner):
                     streamed and streamed.prefetch,
                 ),
                 gradients=present(*enter, streamed and streamed.prefetch),
+                contributed=present(ranks and partial(_receive_in_order, backward)),
                 end_backward=present(profiled and recorder.end_phase),
                 forward=present(phase("forward")),
                 begin_updates=begin_updates,
@@ -179,12 +181,7 @@ class Engine(StepRunner):
         """
         if nested:
             self.backward.task = None
-            if self.ranks is not None:
-                raise RuntimeError(
-                    "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) is not supported "
-                    "with a process_group: ranks send gradients until the whole backward is over; use "
-                    "use_reentrant=False"
-                )
+            self.calls.refuse_nested_backward()
             if self.in_backward:
                 raise RuntimeError(
                     "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
@@ -194,8 +191,8 @@ class Engine(StepRunner):
         for call in self.moments.end_backward:
             call()
         if self.backward.contributed:
-            if self.ranks is not None:
-                _receive_in_order(self.backward.task)
+            for call in self.moments.contributed:
+                call()
             self.backward.count += 1
             if self.in_backward and self._on_backward_end is not None and (optimizer := self.optimizer) is not None:
                 self._on_backward_end(optimizer)
@@ -204,6 +201,7 @@ class Engine(StepRunner):
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Take the gradients of the parameters ``ps`` from a graph, and start their copies."""
         split_now, chosen = self._split_now, [self.offloaded[p] for p in ps]
+        contribute = self.calls.contribute
         with self.backward.lock:
             for call in self.moments.gradients:
                 call()
@@ -218,16 +216,7 @@ class Engine(StepRunner):
                 free = usual and param.grad is None and not param._backward_hooks
                 if not free and not self._takes(offloaded, grad):
                     continue
-                if self.ranks is not None:
-                    self.ranks.contribute(offloaded, grad, send=split_now)
-                else:
-                    offloaded.receive(offloaded.matrix_of(grad), split_now=split_now)
-
-    def _receive(self, offloaded: OffloadedParam, grad: Tensor) -> None:
-        if self.ranks is not None:
-            self.ranks.contribute(offloaded, grad, send=self._split_now)
-        else:
-            offloaded.receive(offloaded.matrix_of(grad), split_now=self._split_now)
+                contribute(offloaded, grad, send=split_now)
 
     def _takes(self, offloaded: OffloadedParam, grad: Tensor) -> bool:
         """Whether the engine takes a gradient of a graph.
@@ -281,8 +270,7 @@ class Engine(StepRunner):
                     errors.refuse_sparse_grad(param, self.plan.params[p].name)
                 if self.in_backward:
                     self.stale.note(p)
-                if self.ranks is not None:
-                    self.ranks.reduction.on_device.add(p)
+                self.calls.note_on_device(p)
                 return
             if isinstance(param.grad, OffloadedGradient):
                 return  # ``offload_gradients`` has taken it: that of a shard, which the hook sees as part of a DTensor
@@ -297,9 +285,9 @@ class Engine(StepRunner):
             if self.in_backward or _is_only_in_grad(param):
                 grad, param.grad = param.grad, None
                 assert grad is not None
-                self._receive(offloaded, grad)
-            elif self.ranks is not None:
-                errors.refuse_gradient_of_user(offloaded.plan.name)
+                self.calls.contribute(offloaded, grad, send=self._split_now)
+            else:
+                self.calls.refuse_gradient_of_user(offloaded.plan.name)
 
     def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None:
         """Add ``grad``, which autograd accumulates into the gradient of parameter ``p`` in ``.grad``."""
@@ -311,12 +299,11 @@ class Engine(StepRunner):
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
             if offloaded.takes_more(record):
-                self._receive(offloaded, grad)
+                self.calls.contribute(offloaded, grad, send=self._split_now)
             elif record.state is GradientState.CONSUMED:
                 record.state = GradientState.SPOILED
             elif record.state is not GradientState.SPOILED:
-                if self.ranks is not None:
-                    errors.refuse_gradient_of_user(offloaded.plan.name)
+                self.calls.refuse_gradient_of_user(offloaded.plan.name)
                 record.make_dense().add_(grad)
 
     def _arrived_through_autograd(self, offloaded: OffloadedParam) -> None:
@@ -392,14 +379,14 @@ class Engine(StepRunner):
         return self.recorder.inference()
 
 
-def _receive_in_order(task: int | None) -> None:
-    """Receive the gradients of a backward that is over, those of all engines in an order that all ranks have.
+def _receive_in_order(ended: BackwardPass) -> None:
+    """Receive the gradients of the backward that has ``ended``, those of all engines in an order that all ranks have.
 
     Ranks may call the engines in other orders: each engine learns of the end by its first gradient.
     """
     found: dict[int, Engine] = {}
     for engine in ops.live_engines():
-        if isinstance(engine, Engine) and engine.ranks is not None and engine.backward.task == task:
+        if isinstance(engine, Engine) and engine.ranks is not None and engine.backward.task == ended.task:
             found[engine.ranks.group.number] = engine
     for _, engine in sorted(found.items()):
         backward, ranks = engine.backward, engine.ranks

@@ -143,7 +143,7 @@ def returning_gradients(code: Callable[..., Any], engine_id: int, places: Mappin
 
     The graph returns None for each offloaded gradient. Hooks on the parameter, a user's tensor in ``.grad`` and
     ``torch.autograd.grad`` need the gradient itself, in some backwards and not in others, so the wrapper and not the
-    graph replaces the None.
+    graph replaces the None: hooks may come and go without a recompile.
 
     Args:
         code: takes a list of arguments, which it may empty.

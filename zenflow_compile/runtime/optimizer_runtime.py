@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,9 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.backward import BackwardPass, StaleGradients
-from zenflow_compile.runtime.step.optimizer_step import RunAhead
+from zenflow_compile.runtime.step.one_rank import OneRank
 from zenflow_compile.runtime.step.rank_calls import RankCalls, ShardCalls
+from zenflow_compile.runtime.step.run_ahead import RunAhead
 from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 from zenflow_compile.timeline import AdaptiveWindows, Timeline
@@ -48,7 +49,7 @@ class OptimizerRuntime(ABC):
         params: all parameters, in the plan's order.
         offloaded, streamed: those that the host updates, and those whose state the device streams, by index.
         weights: those that are in host memory between their uses.
-        calls: ``ranks``, which divide the parameters, or ``shards`` of a sharded model; None if this rank is alone.
+        calls: what all ranks do together; of those that divide the parameters it is ``ranks``, too.
         step: number of optimizer steps so far.
         graphs: what the backend rewrote for this engine, for ``explain``.
         failure: the error that interrupted a step half-way; every further step raises it until a state is loaded.
@@ -94,12 +95,11 @@ class OptimizerRuntime(ABC):
         self.device_memory = self.registry.transport.device_memory
         self.uploads = UploadScheduler(self.registry, self.recorder)
         self.ranks: RankCalls | None = None
-        self.shards: ShardCalls | None = None
+        self.calls = OneRank()
         if ranks is not None and sharded:
-            self.shards = ShardCalls(ranks, self.registry, self.recorder)
+            self.calls = ShardCalls(ranks, self.registry, self.recorder)
         elif ranks is not None:
-            self.ranks = RankCalls(ranks, self.registry, device, options, self.recorder)
-        self.calls: RankCalls | ShardCalls | None = self.ranks or self.shards
+            self.calls = self.ranks = RankCalls(ranks, self.registry, device, options, self.recorder)
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.given)
         self.schedule = Schedule(options, device, self.recorder, ranks)
@@ -191,7 +191,11 @@ class OptimizerRuntime(ABC):
 
     @property
     def finalizes_in_backward(self) -> bool:
-        return self.in_backward and self.options.max_grad_norm is None and self.ranks is None
+        """Whether updates may run inside of a backward.
+
+        Not with clipping, whose norm needs all gradients, nor where ranks divide updates and may lack contributions.
+        """
+        return self.in_backward and self.options.max_grad_norm is None and not self.calls.divides
 
     @property
     def weight_grad_bytes(self) -> int:
@@ -275,8 +279,7 @@ class OptimizerRuntime(ABC):
             found = MemoryList()
             self.registry.list_memory(found)
             self.schedule.list_memory(found)
-            if self.ranks is not None:
-                self.ranks.list_memory(found)
+            self.calls.list_memory(found)
             try:
                 self.device_memory.offload(found)
             finally:
@@ -295,13 +298,9 @@ class OptimizerRuntime(ABC):
         """Bring back what ``offload_all`` has moved, before work that needs it is queued: a moment's call."""
         for follow in self.moments.enter:
             follow()
-        with self.announcing():
+        with self.calls.announcing():
             self.device_memory.bring_back()
         self.arrange()
-
-    def announcing(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an error inside of the block, if there are any: they would wait for this one."""
-        return nullcontext() if (calls := self.calls) is None else calls.group.announcing()
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a parameter has another shape, dtype or device than the plan."""
@@ -349,7 +348,7 @@ class OptimizerRuntime(ABC):
             return
         for follow in self.moments.enter_ahead:
             follow()
-        with self.announcing(), torch_private.outside_of_transforms():
+        with self.calls.announcing(), torch_private.outside_of_transforms():
             for offloaded in chosen:
                 self.registry.follow_storage(offloaded.plan.index)
                 self.uploads.before_use(offloaded, self.step)
@@ -436,7 +435,7 @@ class OptimizerRuntime(ABC):
         self._bring_back()
         try:
             self.schedule.restart_windows()
-            with self._ending(Call.FLUSH) as written:
+            with self.calls.ending(Call.FLUSH, self.step) as written:
                 self.uploads.finish(self.step, flush=True, written=written)
             self.streamed.wait()
         except errors.LostUpdateError:
@@ -444,10 +443,6 @@ class OptimizerRuntime(ABC):
         except BaseException as error:
             self.failure = error
             raise
-
-    def _ending(self, call: Call) -> AbstractContextManager[Collection[int]]:
-        """Apply all update windows inside of the block, as all ranks do; with what other ranks have written."""
-        return nullcontext(()) if self.calls is None else self.calls.ending(call, self.step)
 
     def abandon(self) -> None:
         """Drop everything in flight, gradients and failed work too, before a state is loaded."""
@@ -457,8 +452,7 @@ class OptimizerRuntime(ABC):
         self._updating = False
         self.backward.reset()
         self.backward.task = None
-        if self.ranks is not None:
-            self.ranks.forget()
+        self.calls.forget()
         # Before ``registry.abandon``, which would wait forever for a job that was never queued.
         self.uploads.abandon()
         self.schedule.forget()
@@ -529,12 +523,9 @@ class OptimizerRuntime(ABC):
                 with suppress(Exception):  # threads and files must not stay for an error that has passed
                     part()
         ops.unregister_engine(self.id)
-        if self.ranks is not None and not self.ranks.group.failed:  # the gather may wait for a failed rank forever
-            with suppress(Exception):  # of a device that has died: the groups are given back all the same
-                self.ranks.weight_gather.close()
+        self.calls.end()
         if self._claim is not None:
-            if (calls := self.calls) is not None:
-                calls.group.close()
+            self.calls.close()
             self._claim.release()
         self.closed = True  # last: an interrupt above leaves the rest to the next call
         if error is not None:
@@ -548,13 +539,11 @@ class OptimizerRuntime(ABC):
                 follow()
             try:
                 self._bring_back()
-                flush = flush and self.failure is None
-                if (calls := self.calls) is not None and calls.group.failed:
-                    flush = False
+                flush = flush and self.failure is None and not self.calls.failed
                 if flush:
-                    with self._ending(Call.CLOSE) as written:
+                    with self.calls.ending(Call.CLOSE, self.step) as written:
                         self.uploads.finish(self.step, flush=True, written=written)
-                elif self.ranks is None:
+                elif not self.calls.divides:
                     self.uploads.finish(self.step, flush=False, interrupt=self.failure)
                 else:
                     # The other ranks would not see the updates in flight, and have other weights than this one.
@@ -571,4 +560,4 @@ class OptimizerRuntime(ABC):
 
     def _release_gradients(self) -> None:
         # Of several ranks, each closes its engine when it comes to that, and none may wait for the others' values.
-        self.registry.release_gradients(keep=self.failure is None and self.ranks is None)
+        self.registry.release_gradients(keep=self.failure is None and not self.calls.divides)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
-from zenflow_compile.runtime.step.optimizer_step import Member, clip_gradients, members_of, update_slices
+from zenflow_compile.runtime.step.clipping import clip_gradients
+from zenflow_compile.runtime.step.slice_updates import Member, members_of, update_slices
 
 
 class StepRunner(OptimizerRuntime):
@@ -35,8 +35,7 @@ class StepRunner(OptimizerRuntime):
 
         Empty where no flush is possible; of several ranks, the first one answers.
         """
-        other_rank = self.calls is not None and self.calls.group.rank > 0
-        if self.closed or self._closing or self.failure is not None or other_rank:
+        if self.closed or self._closing or self.failure is not None or self.calls.rank > 0:
             return []
         return [count for offloaded in self.offloaded.values() if (count := offloaded.unapplied(self.step))]
 
@@ -62,13 +61,10 @@ class StepRunner(OptimizerRuntime):
         self._check()
         for call in self.moments.use_memory:
             call()
-        if (calls := self.calls) is None:
+        with self.calls.step(self.step) as shortest_window:
+            if self.schedule.shortest_window is None:
+                self.schedule.shortest_window = shortest_window
             ran = self._run_step()
-        else:
-            with calls.step(self.step) as shortest_window:
-                if self.schedule.shortest_window is None:
-                    self.schedule.shortest_window = shortest_window
-                ran = self._run_step()
         if ran and self.step == self.options.total_steps:
             self.flush()
         return ran
@@ -120,7 +116,7 @@ class StepRunner(OptimizerRuntime):
             if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
                 offloaded.take_from_grad()
         if (limit := self.options.max_grad_norm) is not None:
-            clip_gradients(self.registry, self.device, limit, self.shards)
+            clip_gradients(self.registry, self.device, limit, self.calls)
         self.registry.finish_factors()
         for call in self.moments.final:
             call()
@@ -184,8 +180,7 @@ class StepRunner(OptimizerRuntime):
         for call in self.moments.settle:
             call()
         chosen = [each for each in members if each.offloaded.record is not None and each.offloaded.plan.k]
-        if self.shards is not None:
-            self.shards.sum_norms([each.offloaded for each in chosen])
+        self.calls.sum_norms([each.offloaded for each in chosen])
         update_slices(chosen)
 
     def _update_on_host(self, members: Sequence[Member], warming_up: bool) -> None:
@@ -215,13 +210,14 @@ class StepRunner(OptimizerRuntime):
         self.windows_flushed += len(flushed)
 
     def end_update(self) -> None:
-        """Update resident parameters, apply updates that must not wait, and advance to the next step."""
+        """Update resident parameters, apply updates that must not wait, and advance to the next step.
+
+        Host jobs are queued before this. Then the device updates what is streamed, then what is resident, while the
+        host works. Updates for which the step waits come last.
+        """
         self.registry.device_updated.update()
-        if self.ranks is not None:
-            streamed = self.streamed.params.values()
-            divided = [each for each in streamed if each.has_gradient and each.plan.flat is not None]
-            self.ranks.weight_gather.gather_flat(divided)
-        updated = [each for each in self.offloaded.values() if each.record is not None] if self.ranks else []
+        self.calls.gather_streamed(self.streamed.params.values())
+        gather = self.calls.gather_of(self.step + 1, self.offloaded.values())  # first: it asks who has a gradient
         self.step += 1
         self._updating = False
         self.backward.reset()
@@ -230,8 +226,7 @@ class StepRunner(OptimizerRuntime):
                 offloaded.record = None
         # Before weights are gathered: its sums over ranks would wait for them.
         self.schedule.end_step()
-        among_ranks = None if self.ranks is None else partial(self.ranks.gather_weights, self.step, updated)
-        self.uploads.end_step(self.step, among_ranks)
+        self.uploads.end_step(self.step, gather)
         if self.weights.weights:
             self.weights.end_step()
         self.registry.unseen_writes.end_step()
@@ -257,8 +252,7 @@ class StepRunner(OptimizerRuntime):
         if not self.in_backward:
             self.backward.task = None  # of a backward that failed
         self.stale.forget()
-        if self.ranks is not None:
-            self.ranks.reduction.reset()
+        self.calls.drop_gradients()
         for offloaded in self.offloaded.values():
             if not self.in_backward:
                 offloaded.look()  # drops what is not in ``.grad``

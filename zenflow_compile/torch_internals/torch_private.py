@@ -174,7 +174,10 @@ class Asked(enum.Enum):
 
 
 def accumulate_grad_node(param: Tensor) -> Any:
-    """The autograd node that accumulates into ``param.grad``; None if the parameter requires no gradient."""
+    """The autograd node that accumulates into ``param.grad``; None if the parameter requires no gradient.
+
+    Hazard: Python cannot see prehooks on this node. They get None in the place of an offloaded gradient.
+    """
     return torch.autograd.graph.get_gradient_edge(param).node if param.requires_grad else None
 
 

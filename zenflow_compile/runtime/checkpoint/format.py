@@ -2,6 +2,12 @@
 
 So a fresh optimizer and a trained one write the same entries, and ``torch.distributed.checkpoint`` can load into the
 tensors of both. All entries are tensors: no None, no string and no list of varying length.
+
+Tools for distributed checkpoints keep ``state`` and ``param_groups`` and nothing else. So the optimizer's own values
+(step, shortest window, measured options) are in the entries of each parameter, and must be equal in all of them.
+
+The order of rows is not saved: ``mask`` says which slices are selected, and a load puts both sides in ascending order.
+So no number may depend on that order.
 """
 
 from __future__ import annotations

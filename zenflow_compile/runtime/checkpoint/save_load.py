@@ -37,7 +37,6 @@ from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.ranks.rank_group import Call
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.state_forms import State, StateRows
 
@@ -83,8 +82,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     """The state of a synchronized engine: ``state`` and ``param_groups``, as PyTorch has them."""
     if isinstance(engine, ForkedEngine):
         errors.refuse_in_child()
-    if engine.ranks is not None:
-        engine.ranks.group.exchange(Call.STATE)  # raises RankError if not all ranks are about to gather their state
+    engine.calls.begin_save()
     index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     with torch.device("cpu"):  # whatever the default device is
         entries = {plan.index: _entries(engine, plan.index) for plan in engine.plan.params if plan.trained}
@@ -112,11 +110,9 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         try:
             checked = check_state(engine, groups, state)
         except Exception as error:
-            if engine.calls is not None:
-                engine.calls.agree_on_load(str(error) or type(error).__name__)
+            engine.calls.agree_on_load(str(error) or type(error).__name__)
             raise
-        if engine.calls is not None:
-            engine.calls.agree_on_load("")
+        engine.calls.agree_on_load("")
         try:
             engine.abandon()
             _load(engine, groups, checked)
@@ -137,6 +133,8 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
     """Update ``optimizer.state``: ``step`` of each parameter, and ``InStateDict`` for the other entries.
 
     All names are there, since ``torch.distributed.checkpoint.state_dict`` reads the names of flattened states here.
+    Hazard: for an empty ``optimizer.state`` it takes an optimizer step to fill it. Entries are brought up to date where
+    ``state`` is read, so that training does not pay for them.
     """
     shown = []
     for index, param in enumerate(engine.registry.given):

@@ -14,7 +14,8 @@ from zenflow_compile.torch_internals.torch_private import storage_identity
 class MemoryList:
     """Storages of tensors, each listed one time: those with content, and those that are written before they are read.
 
-    The parts of an engine add their tensors. A tensor that is left out stays on the device.
+    The parts of an engine add their tensors. A tensor that is left out stays on the device, so that a new part with
+    device memory needs a ``list_memory``: ``tests/simulated/test_given_back.py`` compares with what there was before.
     """
 
     def __init__(self) -> None:

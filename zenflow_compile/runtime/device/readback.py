@@ -15,7 +15,7 @@ from zenflow_compile.timeline import DeviceEvent
 
 LAG = 2
 """Values of step t are read in step t + 2. They are on the host by then: the step before last has ended on the device
-when a step begins (``step/optimizer_step.py``)."""
+when a step begins (``step/run_ahead.py``)."""
 
 
 @dataclass(eq=False, slots=True)

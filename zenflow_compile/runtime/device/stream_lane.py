@@ -98,6 +98,7 @@ class StreamLane:
         self._recorder = recorder
         self._flags = HostFlags(1, device)
         self._copies = 0
+        self._counting = threading.Lock()
         self._events: deque[DeviceEvent] = deque()  # untimed ones, to be recorded again: making one calls the driver
         self._closed = False
 
@@ -178,8 +179,11 @@ class StreamLane:
         self._events.append(event)  # a wait is for what was recorded when it was queued
 
     def _raise_flag(self) -> Flag:
-        self._copies += 1
-        flag = Flag(self._flags, 0, self._copies)
-        # Queued after the copy, and the stream keeps the order: a thread that sees the value sees the copied bytes.
-        flag.write_from(self._streams, self.stream)
+        # Hazard: of two threads that submit copies, the one with the lower number must not write last: who waits for
+        # the higher one would wait until the next copy.
+        with self._counting:
+            self._copies += 1
+            flag = Flag(self._flags, 0, self._copies)
+            # Queued after the copy, and the stream keeps the order: a thread that sees the value sees the copied bytes.
+            flag.write_from(self._streams, self.stream)
         return flag

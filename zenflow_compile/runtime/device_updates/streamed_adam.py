@@ -4,6 +4,9 @@
 update, to the write-back. The next copy into that buffer is queued behind the write-back. So one subgroup is written
 back while the next one is copied in, and the only waits are those of this chain: copy in, update, write back, copy in.
 The next step's copy in of the same subgroup is queued behind its write-back, too, so no step waits for the last ones.
+The first buffers are filled when a backward begins, so that the step finds them full.
+
+To the passes such a parameter is resident: its gradient arrives in ``.grad``.
 """
 
 from __future__ import annotations

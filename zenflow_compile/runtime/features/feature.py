@@ -14,7 +14,7 @@ import torch
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step.rank_calls import RankCalls, ShardCalls
+from zenflow_compile.runtime.step.one_rank import OneRank
 from zenflow_compile.runtime.step.schedule import Schedule
 
 FeatureCalls: TypeAlias = Mapping[str, Callable[[], object]]
@@ -29,7 +29,7 @@ class EngineParts(Protocol):
     recorder: Recorder
     schedule: Schedule
     graphs: list[Any]
-    calls: RankCalls | ShardCalls | None
+    calls: OneRank
 
     @property
     def finalizes_in_backward(self) -> bool: ...

@@ -85,7 +85,8 @@ class GradientRecord:
     """One gradient, from its first contribution until no tensor and no engine refers to it.
 
     The engine and every ``OffloadedGradient`` of this gradient hold the record; the record holds neither, so that a
-    parameter, its ``.grad`` and its engine form no cycle that the collector cannot see.
+    parameter, its ``.grad`` and its engine form no cycle that the collector cannot see. It refers to the engine's side
+    weakly: a tensor that a user keeps does not keep a model alive.
 
     Attributes:
         state: see ``GradientState``.

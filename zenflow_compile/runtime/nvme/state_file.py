@@ -191,7 +191,12 @@ class ScratchDirectory:
 
 
 class ScratchFiles:
-    """A directory, ``nvme_path``, and the threads that read and write its files. Raises: see ``ScratchDirectory``."""
+    """A directory, ``nvme_path``, and the threads that read and write its files.
+
+    The threads are native and need no Python, so that a stream may wait for an update whose state is in a file.
+
+    Raises: see ``ScratchDirectory``.
+    """
 
     def __init__(self, path: str | os.PathLike[str], recorder: Recorder) -> None:
         self.threads = Workers(FILE_THREADS, recorder, name="zenflow-file", poll_ns=_POLL_NS)

@@ -16,6 +16,10 @@ views of it, and finds them loaded in the backward.
 [Note: reads of uploads] A load copies from the upload buffer, so the job of a later update window, which writes the
 buffer, waits for that copy (``HostState.applied``). The load in turn waits for the job whose result it reads. Upload
 buffers may be in a file: then a load reads its buffer first, if it is not in memory (``UploadBuffer``).
+
+[Note: a forward and its backward] Nothing writes these values between the two: updates are applied before a forward,
+and slices are updated in ``step()``. An update in a second forward moves the version, so that the backward of the first
+one raises. A backward after the ``step()`` that follows its forward raises in its load.
 """
 
 from __future__ import annotations

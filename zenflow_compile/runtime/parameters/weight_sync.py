@@ -32,7 +32,8 @@ class Weights:
         unverified: a state was loaded. Weights may be loaded before or after it, so they are compared with the masters
             at the first step, or at the first use while an update is in flight.
         flushed_at_load: that state was flushed into these weights while it was loaded: others cannot come after it.
-        guard: refuses accesses while an update is due that is not applied yet.
+        guard: refuses accesses while an update is due that is not applied yet. Whatever applies an update, or drops it,
+            calls ``guard.allow()`` before it touches the weight.
         can_be_guarded: it refuses those to this weight alone, because no other tensor is in the storage.
     """
 
@@ -99,7 +100,7 @@ class Weights:
         bump_versions([self._param], [self.counter])
         self._shown = None
         if (sample := self.sample) is not None and sample.kept is not None:
-            sample.kept.copy_(sample.sample)
+            sample.kept.copy_(sample.sample)  # else the next step would take a merge in a forward for an unseen write
         if self.home is not None:
             self.home.written()
 

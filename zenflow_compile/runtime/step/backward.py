@@ -44,7 +44,12 @@ class BackwardPass:
         self._thread = thread
 
     def refuse_concurrent(self) -> None:
-        """Raise RuntimeError if another backward runs."""
+        """Raise RuntimeError if another backward runs.
+
+        Backwards of graphs may overlap: ``lock`` makes their gradients arrive one after the other. Not so without a
+        graph, where a second one may add to ``.grad`` meanwhile; with ranks, which send in one order; and where the end
+        of a backward is a step.
+        """
         if self.concurrent:
             errors.refuse_concurrent_backward()
 

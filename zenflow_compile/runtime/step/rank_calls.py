@@ -5,37 +5,61 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
+from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
+from zenflow_compile.runtime.step.one_rank import Gather, OneRank, total_norm
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
-class StepMessages:
+class StepMessages(OneRank):
     """The messages of the optimizer steps of one engine.
 
     Attributes:
         measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
     """
 
+    group: RankGroup
+
     def __init__(self, group: RankGroup, registry: ParamRegistry, recorder: Recorder) -> None:
         self.group = group
+        self.rank = group.rank
         group.recorder = recorder
         self._registry = registry
         self.measured_window: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.group.failed
+
+    def announcing(self) -> AbstractContextManager[None]:
+        return self.group.announcing()
+
+    def close(self) -> None:
+        self.group.close()
+
+    def shortest_window(self, measured: int | None) -> int | None:
+        """Keep what is measured for the next step's message: rank 0's counts."""
+        self.measured_window = measured or self.measured_window
+        return None
 
     def agree_on_load(self, refusal: str) -> None:
         """Tell the other ranks why this one cannot load its state, or that it can, with an empty text.
@@ -90,7 +114,9 @@ _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RankCalls(StepMessages):
-    """The calls of one engine that all ranks make, in the same order."""
+    """The calls of one engine that all ranks make, in the same order: they divide its parameters."""
+
+    divides = True
 
     def __init__(
         self, group: RankGroup, registry: ParamRegistry, device: torch.device, options: Options, recorder: Recorder
@@ -102,6 +128,22 @@ class RankCalls(StepMessages):
     def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
         with self.group.announcing():
             self.reduction.contribute(offloaded, grad, send=send)
+
+    def note_on_device(self, p: int) -> None:
+        self.reduction.on_device.add(p)
+
+    def refuse_gradient_of_user(self, name: str) -> None:
+        errors.refuse_gradient_of_user(name)
+
+    def refuse_nested_backward(self) -> None:
+        raise RuntimeError(
+            "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) is not supported "
+            "with a process_group: ranks send gradients until the whole backward is over; use "
+            "use_reentrant=False"
+        )
+
+    def drop_gradients(self) -> None:
+        self.reduction.reset()
 
     def begin_backward(self) -> None:
         # The last update may have brought the selection by which a gradient is split, and this rank may not have
@@ -178,6 +220,20 @@ class RankCalls(StepMessages):
                 offloaded.written = False
         return found
 
+    def gather_streamed(self, updated: Iterable[StreamedParam]) -> None:
+        self.weight_gather.gather_flat([each for each in updated if each.has_gradient and each.plan.flat is not None])
+
+    def gather_of(self, now: int, offloaded: Iterable[OffloadedParam]) -> Gather:
+        return partial(self.gather_weights, now, [each for each in offloaded if each.record is not None])
+
+    def begin_save(self) -> None:
+        self.group.exchange(Call.STATE)
+
+    def end(self) -> None:
+        if not self.group.failed:  # the gather may wait for a failed rank forever
+            with suppress(Exception):  # of a device that has died: the groups are given back all the same
+                self.weight_gather.close()
+
     def gather_weights(
         self, now: int, updated: Sequence[OffloadedParam], apply: Callable[[OffloadedParam], None]
     ) -> None:
@@ -250,16 +306,14 @@ class ShardCalls(StepMessages):
         for each, part in zip(divided, torch.split(sums, [each.plan.slices for each in divided]), strict=True):
             each.device.norms = part
 
-    def norm_of(self, parts: Tensor, whole: Tensor | None) -> Tensor:
-        """The L2 norm f32[] of all gradients, the same bits on all ranks.
-
-        Args:
-            parts: f32[], the norm of the parts that this rank has of sharded parameters' gradients.
-            whole: f32[], that of parameters which are whole on each rank: it counts one time. None without any.
-        """
-        squares = self.group.all_reduce(parts.square()).wait("the norm of the gradients")
-        if whole is not None:
-            squares.add_(self._agreed_norm(whole) ** 2)
+    def norm_of(self, norms: Sequence[Tensor], params: Sequence[Parameter], device: torch.device) -> Tensor:
+        """The L2 norm f32[] of all gradients, the same bits on all ranks; those that are not sharded count once."""
+        sharded = [isinstance(param, LocalShard) for param in params]
+        parts = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if is_sharded]
+        whole = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if not is_sharded]
+        squares = self.group.all_reduce(total_norm(parts, device).square()).wait("the norm of the gradients")
+        if whole:
+            squares.add_(self._agreed_norm(total_norm(whole, device)) ** 2)
         return squares.sqrt_()
 
     def _agreed_norm(self, own: Tensor) -> float:

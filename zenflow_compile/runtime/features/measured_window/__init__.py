@@ -18,7 +18,7 @@ from zenflow_compile.runtime.parameters.host_state import touched_bytes
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Moment, Recorder, seconds_between
 from zenflow_compile.runtime.step.host_rate import host_rate
-from zenflow_compile.runtime.step.rank_calls import StepMessages
+from zenflow_compile.runtime.step.one_rank import OneRank
 from zenflow_compile.runtime.step.schedule import Schedule
 
 
@@ -88,7 +88,7 @@ class MeasuredWindow(Feature):
         calls: of several ranks, of which the first one's measurement counts: it comes with the next step's message.
     """
 
-    def __init__(self, shortest: ShortestWindow, schedule: Schedule, graphs: Sized, calls: StepMessages | None) -> None:
+    def __init__(self, shortest: ShortestWindow, schedule: Schedule, graphs: Sized, calls: OneRank) -> None:
         self._shortest = shortest
         self._schedule = schedule
         self._graphs = graphs
@@ -107,10 +107,7 @@ class MeasuredWindow(Feature):
     def begin_backward(self) -> None:
         if self._schedule.shortest_window is None:
             measured = self._shortest.begin_backward(len(self._graphs))
-            if self._calls is None:
-                self._schedule.shortest_window = measured
-            else:
-                self._calls.measured_window = measured or self._calls.measured_window
+            self._schedule.shortest_window = self._calls.shortest_window(measured)
 
     def end_step(self) -> None:
         if self._schedule.shortest_window is None:

@@ -1,0 +1,70 @@
+"""Updates selected slices on the device, those of all parameters that take part in an optimizer step together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
+from zenflow_compile.runtime.device_updates.version_counter import bump_versions
+from zenflow_compile.runtime.gradients.factors import UNSCALED
+from zenflow_compile.runtime.parameters.device_state import feed_scores
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.registry import ParamRegistry
+
+
+class Member(NamedTuple):
+    """A parameter in an optimizer step: its coefficients, the factor on its gradient among them, and eps."""
+
+    offloaded: OffloadedParam
+    coefficients: StepCoefficients
+    eps: float
+
+
+def members_of(params: Sequence[OffloadedParam], registry: ParamRegistry) -> list[Member]:
+    """Read the coefficients of ``params``, once per optimizer step: param groups are the user's, and may change later.
+
+    Equal coefficients are one object.
+    """
+    members: list[Member] = []
+    groups, known = registry.group_numbers, dict[tuple[int, Number], tuple[StepCoefficients, float]]()
+    for offloaded in params:
+        index = offloaded.plan.index
+        grad_scale = (UNSCALED if (record := offloaded.record) is None else record.final).grad_scale
+        if (found := known.get((groups[index], grad_scale))) is None:
+            found = known[groups[index], grad_scale] = registry.coefficients(index, grad_scale)
+        members.append(Member(offloaded, *found))
+    return members
+
+
+def update_slices(members: Sequence[Member]) -> None:
+    """Do one AdamW step on the selected slices of ``members``, in place; their scores take the gradients."""
+    if not members:
+        return
+    together: dict[tuple[StepCoefficients, float], list[SliceState]] = {}
+    params = [member.offloaded for member in members]
+    for offloaded, coefficients, eps in members:
+        device, home = offloaded.device, offloaded.weights.home
+        device.steps += 1
+        selection: Selection | None
+        if home is None or offloaded.weights.put_into_slices() is None:
+            if home is not None:
+                home.begin_write()
+            matrix, dim, selection = offloaded.weights.matrix, offloaded.plan.dim, device.selection
+        else:
+            # The masters have the weight of these slices: what is cast goes where the gradient was.
+            matrix, dim, selection = device.gradient, 0, None
+        state = device.gradient, device.master, device.exp_avg, device.exp_avg_sq, device.steps, device.form
+        together.setdefault((coefficients, eps), []).append(SliceState(matrix, dim, selection, *state))
+    for (coefficients, eps), states in together.items():
+        column_ops.adam_columns_(states, coefficients, eps=eps)
+    # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
+    bump_versions([each.param for each in params], [each.weights.counter for each in params])
+    for offloaded in params:
+        if (home := offloaded.weights.home) is not None and home.loaded and offloaded.weights.put_into_slices():
+            home.load()
+    finals = [UNSCALED if each.record is None else each.record.final for each in params]
+    feed_scores([each.device for each in params], [final.unscale for final in finals])
