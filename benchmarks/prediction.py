@@ -11,7 +11,7 @@ import torch
 from benchmarks.systems.workloads import DTYPES, WORKLOADS
 from zenflow_compile.cli.doctor import measure
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.measure.this_machine import disk_rates
+from zenflow_compile.measure.disk import disk_rates
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.equations import stride_of, update_stride
 from zenflow_compile.performance.hardware import Hardware, hardware_of

@@ -339,7 +339,11 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     if not _chosen_by_model(options):
         return options
     from zenflow_compile.performance.models import shape_of
-    from zenflow_compile.prediction import answers, forecast, strides  # import sympy, which takes a third of a second
+    from zenflow_compile.prediction import (  # import sympy, which takes a third of a second
+        auto_policy,
+        forecast,
+        strides,
+    )
 
     pairs = [pair for group in named for pair in group]
     machine = measured_hardware(options, [param for _, param in pairs])
@@ -352,7 +356,7 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
         options=options,
         in_backward=in_backward,
     )
-    return answers.choose(scenario) if options.policy == "auto" else strides.fastest_stride(options, scenario)
+    return auto_policy.choose(scenario) if options.policy == "auto" else strides.fastest_stride(options, scenario)
 
 
 def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]]:

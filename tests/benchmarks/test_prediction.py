@@ -12,7 +12,7 @@ from benchmarks import policies, prediction
 from benchmarks.prediction import Predictor
 from zenflow_compile.cli.doctor import Findings, machine
 from zenflow_compile.measure.bandwidth import DeviceRate, HostRates, LinkRates
-from zenflow_compile.measure.this_machine import DiskRates
+from zenflow_compile.measure.disk import DiskRates
 
 
 def test_validation_uses_the_public_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

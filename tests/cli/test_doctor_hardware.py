@@ -8,7 +8,7 @@ from tests.cli.test_plan import FINDINGS
 from tests.support.machines import llama, scenario
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import hardware_of
-from zenflow_compile.prediction.answers import choose
+from zenflow_compile.prediction.auto_policy import choose
 
 
 def test_every_number_comes_from_its_measurement() -> None:

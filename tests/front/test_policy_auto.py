@@ -21,7 +21,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import shape_of
 from zenflow_compile.planning import plan
-from zenflow_compile.prediction import answers
+from zenflow_compile.prediction import auto_policy
 from zenflow_compile.prediction.forecast import Scenario
 from zenflow_compile.prediction.predict import predict
 from zenflow_compile.runtime.checkpoint.format import chosen
@@ -84,7 +84,7 @@ def test_choice_is_deterministic(measured: list[Hardware], tight: Hardware) -> N
     chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
     specs = specs_of(list(mlp().named_parameters()))
     options = Options(**OFFLOAD_ALL, **AUTO)
-    expected = answers.choose(scenario(options, tight, shape_of(specs), tokens=8))
+    expected = auto_policy.choose(scenario(options, tight, shape_of(specs), tokens=8))
     assert chosen[0] == chosen[1] == expected
 
 
@@ -186,13 +186,13 @@ def test_choice_knows_optimizer_in_backward(
     in_backward: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    choose = answers.choose
+    choose = auto_policy.choose
 
     def noted(asked: Scenario) -> Options:
         seen.append(asked.in_backward)
         return choose(asked)
 
-    monkeypatch.setattr(answers, "choose", noted)
+    monkeypatch.setattr(auto_policy, "choose", noted)
     model = mlp()
     if in_backward:
         compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **OFFLOAD_ALL, **AUTO})

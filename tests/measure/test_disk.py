@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from tests.support.patches import failing
-from zenflow_compile.measure import this_machine
+from zenflow_compile.measure import disk
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, PIECE_BYTES, ScratchDirectory, StateFile
 
 
@@ -37,7 +37,7 @@ def left_free(free_bytes: int) -> Iterator[list[int]]:
 def test_at_most_half_of_the_free_space_is_used(free_bytes: int, pieces: int, tmp_path: Path) -> None:
     """105 MiB: half is 52.5 MiB, six pieces of 8 MiB. At least one piece, and at most 64."""
     with left_free(free_bytes) as sizes:
-        found = this_machine.disk_rates(str(tmp_path))
+        found = disk.disk_rates(str(tmp_path))
     assert sizes == [pieces * PIECE_BYTES]
     assert found.free_bytes == free_bytes
     assert min(found.read, found.write) > 0
@@ -47,15 +47,15 @@ def test_at_most_half_of_the_free_space_is_used(free_bytes: int, pieces: int, tm
 def test_full_disk_is_too_small_for_a_measurement(tmp_path: Path) -> None:
     message = r"too little space: 0\.008 GB are needed to measure its rates.*leave nvme_path out"
     with left_free(PIECE_BYTES), pytest.raises(ValueError, match=message):
-        this_machine.disk_rates(str(tmp_path))
+        disk.disk_rates(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-@mock.patch.object(this_machine, "_MOST_PIECES", 1)
+@mock.patch.object(disk, "_MOST_PIECES", 1)
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_failed_transfer_names_the_path(direction: str, tmp_path: Path) -> None:
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     message = r"nvme_path=.* cannot be used: Input/output error"
     with failing(StateFile, direction, error), pytest.raises(ValueError, match=message):
-        this_machine.disk_rates(str(tmp_path))
+        disk.disk_rates(str(tmp_path))
     assert not list(tmp_path.iterdir())

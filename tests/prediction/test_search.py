@@ -19,7 +19,8 @@ from zenflow_compile.performance.models import ModelShape, shape_of
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan
-from zenflow_compile.prediction.answers import Fit, Frontier, choose, fit, frontier, kept_by_auto
+from zenflow_compile.prediction.answers import Fit, Frontier, fit, frontier
+from zenflow_compile.prediction.auto_policy import choose, kept_by_auto
 from zenflow_compile.prediction.dimensions import Dimension, dimensions
 from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import (

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.measure.this_machine import DiskRates, disk_rates
+from zenflow_compile.measure.disk import DiskRates, disk_rates
 from zenflow_compile.native.build import BuildError
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of, device_types, implementation_of

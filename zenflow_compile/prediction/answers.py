@@ -1,21 +1,19 @@
 """What is asked of a search: the fastest plan, the frontier of memory and time, and with what a model would fit.
 
-``policy="auto"``, ``zf.plan``, ``plan --frontier`` and ``plan --models`` have their answers from here.
+``zf.plan``, ``plan --frontier`` and ``plan --models`` have their answers from here; ``policy="auto"`` from
+``auto_policy.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from zenflow_compile.options.options import Options
+from zenflow_compile.prediction.auto_policy import kept_by_auto
 from zenflow_compile.prediction.forecast import SOME_DISK, Forecast, Scenario, node_plan
 from zenflow_compile.prediction.search import Candidate, Search, chain, device_first, host_first
-
-_LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
-"""Options that ``policy="auto"`` searches where they are at their defaults. It keeps those that steer convergence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,32 +146,6 @@ def _with_fewer_tokens(search: Search) -> dict[str, int]:
             return {"tokens": tokens}
         tokens //= 2
     return {}
-
-
-def kept_by_auto(options: Options) -> set[str]:
-    """Names of the options that are given under ``policy="auto"``."""
-    return {
-        each.name
-        for each in fields(Options)
-        if each.name not in _LEFT_TO_AUTO or getattr(options, each.name) != each.default
-    } - {"policy"}
-
-
-def choose(scenario: Scenario) -> Options:
-    """The options that ``policy="auto"`` stands for. Those that their policy does not read stay.
-
-    Raises:
-        ValueError: no policy fits.
-    """
-    search = Search(scenario, kept_by_auto(scenario.options))
-    if (best := search.fastest()) is not None:
-        return search.options_of(best)
-    near = search.nearest()
-    lacks = " and ".join(f"{size / 1e9:.1f} GB of {memory} memory" for memory, size in near.shortages.items())
-    raise ValueError(
-        f"no policy fits {scenario.hardware.name!r}: {near.options.policy} comes nearest and lacks {lacks}; use fewer "
-        "tokens per step, recompute activations, give nvme_path for state in files, or take a smaller model"
-    )
 
 
 def divide(scenario: Scenario) -> Forecast:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zenflow_compile.checks.validate import printable
 from zenflow_compile.performance.equations import Limit
 from zenflow_compile.profiling.diagnose import diagnose, hidden_text, milliseconds, outside_of_graphs, percent
-from zenflow_compile.profiling.limits import gain_of, limit_of_run, reached
+from zenflow_compile.profiling.gains import gain_of, limit_of_run, reached
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import Summary
 

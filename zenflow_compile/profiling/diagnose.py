@@ -1,4 +1,4 @@
-"""Says in one sentence what limits a run and which option would help; ``limits`` says by how much.
+"""Says in one sentence what limits a run and which option would help; ``gains`` says by how much.
 
 With little stall the device limits. If the policy waits by design, another policy helps. Otherwise the host update, D2H
 or H2D limits if it needs more time per step than there is to hide it in. If none does, the waits are a matter of

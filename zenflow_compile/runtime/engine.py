@@ -29,7 +29,7 @@ from zenflow_compile.runtime.moments import Calls, Moments, present, weakly
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
-from zenflow_compile.runtime.step.backward import BackwardPass
+from zenflow_compile.runtime.step.backward_state import BackwardPass
 from zenflow_compile.runtime.step_runner import StepRunner
 from zenflow_compile.torch_internals import torch_private
 

@@ -28,7 +28,7 @@ from zenflow_compile.runtime.parameters.host_weight import Place
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.step.backward import BackwardPass, StaleGradients
+from zenflow_compile.runtime.step.backward_state import BackwardPass, StaleGradients
 from zenflow_compile.runtime.step.one_rank import OneRank
 from zenflow_compile.runtime.step.rank_calls import RankCalls, ShardCalls
 from zenflow_compile.runtime.step.run_ahead import RunAhead

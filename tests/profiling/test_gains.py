@@ -11,7 +11,7 @@ from tests.profiling.synthetic import event, known_run, recording
 from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.performance.traffic import Traffic
 from zenflow_compile.profiling.diagnose import Change
-from zenflow_compile.profiling.limits import gain_of, limit_of_run
+from zenflow_compile.profiling.gains import gain_of, limit_of_run
 from zenflow_compile.profiling.recording import Recording
 from zenflow_compile.profiling.summary import summarize
 
