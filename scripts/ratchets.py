@@ -25,10 +25,10 @@ PACKAGE = ROOT / "zenflow_compile"
 RECORD = ROOT / "tests" / "structure" / "ratchets.json"
 
 _MODES_BY_TOPIC = {
-    "weights": "given_back guard home in_child min_window order pending prefetch room unseen weights",
+    "weights": "given_back guard home order pending prefetch room unseen weights",
     "gradients": "accumulator compression gate in_backward late residual staged",
     "state": "cache exchange file store streamed",
-    "ranks": "ranks share shard shards",
+    "ranks": "ranks share shard",
     "execution": "annotated profiler run_ahead staging streams timeline",
 }
 MODES = frozenset(name for names in _MODES_BY_TOPIC.values() for name in names.split())

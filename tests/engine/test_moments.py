@@ -9,6 +9,8 @@ import pytest
 from torch import nn
 
 import zenflow_compile as zf
+from zenflow_compile.runtime import optimizer_runtime
+from zenflow_compile.runtime.features.feature import EngineParts, Feature, FeatureCalls
 from zenflow_compile.runtime.moments import Moments, present, weakly
 
 
@@ -97,3 +99,18 @@ def test_order_at_the_beginning_of_a_backward() -> None:
     assert names[0] == "call"
     assert names[1:] == ["check_unchanged", "enter_thread"]
     optimizer.close()
+
+
+def test_feature_at_a_moment_that_is_not_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Feature):
+        @classmethod
+        def of(cls, engine: EngineParts) -> Late:
+            del engine
+            return cls()
+
+        def calls(self) -> FeatureCalls:
+            return {"final": list, "end_of_step": list}
+
+    monkeypatch.setattr(optimizer_runtime, "FEATURES", (Late,))
+    with pytest.raises(ValueError, match=r"'final'.*not at \['end_of_step'\]"):
+        engine_of()

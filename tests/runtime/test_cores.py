@@ -186,6 +186,7 @@ def test_ranks_are_near_their_devices(tmp_path: Path) -> None:
     assert ranks_nodes(0, 1) is None, "alone, a process uses all nodes"
     assert nodes_of_ranks(LocalRanks(2, 4), PluggedIn(0), tmp_path) is None, "devices are not numbered as ranks are"
     assert nodes_of_ranks(LocalRanks(0, 8), PluggedIn(0), tmp_path) is None, "ranks share devices"
+    assert nodes_of_ranks(LocalRanks(1, 2), PluggedIn(1), tmp_path) is None, "the other rank may have another device"
 
     cores = [Core(logical, node=logical % 2) for logical in range(8)]
     parts = [LocalRanks(rank, 4).cores(cores, ranks_nodes(rank)) for rank in range(4)]

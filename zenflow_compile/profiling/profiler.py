@@ -127,8 +127,9 @@ class Profile:
                     engine.synchronize()
         finally:
             for attachment, engine in attached:
-                attachment.refresh()
                 attachment.detach(engine)
+            for attachment, _ in attached:
+                attachment.refresh()
 
     def attach(self, candidate: object) -> None:
         """Give an engine a timeline of this profile. Of several profiles that are on, the last one records."""
@@ -224,8 +225,8 @@ class Profile:
                 group.announce(text)  # the others may wait for its message
             raise RuntimeError(text)
         ((attachment, group),) = found
-        attachment.refresh()
         with group.announcing():
+            attachment.refresh()
             shown_on = console_of(console)
             check_integer("steps", steps, 1)
             texts = group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import errors, ops
+from zenflow_compile.runtime.features.feature import OPEN_MOMENTS
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.moments import Calls, Moments, present, weakly
@@ -66,8 +67,11 @@ class Engine(StepRunner):
                 return profiled and partial(recorder.begin_phase, name)
 
             of_features = [feature.calls() for feature in self.features]
+            if unknown := {moment for calls in of_features for moment in calls} - OPEN_MOMENTS:
+                raise ValueError(f"features are called at {sorted(OPEN_MOMENTS)}, and not at {sorted(unknown)}")
 
             def features(moment: str) -> Calls:
+                assert moment in OPEN_MOMENTS
                 return present(*(calls.get(moment) for calls in of_features))
 
             enter = present(order and order.follow)

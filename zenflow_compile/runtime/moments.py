@@ -26,8 +26,8 @@ class Moments:
         enter_backward: a gradient shows that another backward runs; an error leaves that backward unknown.
         begin_backward: the engine has begun it.
         gradients: gradients have arrived.
-        contributed: a backward that brought gradients is over.
         end_backward: a backward is over.
+        contributed: a backward that brought gradients is over.
         forward: weights are about to be read by a forward.
         begin_updates: parameters are about to be updated, in a step or in a backward.
         begin_step: the optimizer step begins.
@@ -45,8 +45,8 @@ class Moments:
     enter_backward: Calls
     begin_backward: Calls
     gradients: Calls
-    contributed: Calls
     end_backward: Calls
+    contributed: Calls
     forward: Calls
     begin_updates: Calls
     begin_step: Calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 from tests.support.kernel_launches import Launch, record, recording, specialized
+from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
+from zenflow_compile.planning.planners import ShardedBy, divide, empty_plan, shard_of
 from zenflow_compile.runtime.device_updates import triton_kernels
+from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.features.compiled_kernels import CompiledKernels
 from zenflow_compile.runtime.features.compiled_kernels.launches import launches_of
 
@@ -33,7 +37,7 @@ def plan_of(shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **optio
 
 
 def compiled_ahead(plan: ParamPlan) -> list[Launch]:
-    with recording() as recorders, triton_kernels.compiling_for(CPU):
+    with recording() as recorders:
         for launch in launches_of(plan, host_weights=True):
             launch()
         return [launch for recorder in recorders.values() for launch in recorder.launches]
@@ -51,6 +55,28 @@ def test_launches_were_compiled_ahead(shape: tuple[int, int], dtype: torch.dtype
         assert (launch.kernel, specialized(launch)) in ahead, name
 
 
+def shares(shape: tuple[int, int]) -> list[ParamPlan]:
+    """Of the first of two ranks: that divide the parameter, and of a model whose rows are sharded."""
+    whole = plan_of(shape)
+    divided = divide(replace(empty_plan(Options(), rank=0, ranks=2), params=(whole,)))
+    return [*divided.params, shard_of(whole, ShardedBy(0, 0, 2))]
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 1024)])
+def test_parts_of_ranks_are_compiled_as_they_are(shape: tuple[int, int]) -> None:
+    of_share, of_shard = shares(shape)
+    for plan in (of_share, of_shard):
+        launches = {each.kernel.fn.__name__: each for each in compiled_ahead(plan)}
+        split, adam = launches["_norms_and_split_kernel"], launches["_adam_columns_kernel"]
+        assert (split.arguments["slices"], split.arguments["length"]) == (plan.slices, plan.length)
+        assert (adam.arguments["k"], adam.arguments["length"]) == (plan.k, plan.length)
+    # A share of the gradient comes as a block, and its slices lie apart in the weight.
+    by_name = {each.kernel.fn.__name__: each for each in compiled_ahead(of_share)}
+    assert by_name["_norms_and_split_kernel"].arguments["stride_row"] == of_share.length
+    apart = {by_name["_place_slices_kernel"].arguments[name] for name in ("stride_row", "stride_column")}
+    assert apart == ({2 * shape[1], 1} if shape[0] > shape[1] else {2, shape[1]})
+
+
 def feature_of(*plans: ParamPlan) -> CompiledKernels:
     offloaded: Any = {number: SimpleNamespace(plan=plan) for number, plan in enumerate(plans)}
     return CompiledKernels(offloaded, CPU, host_weights=False)
@@ -63,15 +89,17 @@ def finish() -> None:
 
 
 def test_further_parameters_of_known_shapes_cost_nothing() -> None:
-    feature, running = feature_of(plan_of((64, 32)), plan_of((64, 32), phase=1)), threading.active_count()
+    ranks = [replace(shares((64, 32))[1], index=index, name=f"w{index}") for index in range(2)]
+    ranks[1] = replace(ranks[1], shard=replace(ranks[1].shard, whole=replace(ranks[1].shard.whole, name="w1")))
+    feature, running = feature_of(plan_of((64, 32)), plan_of((64, 32), phase=1), *ranks), threading.active_count()
     with recording() as recorders:
         feature.start()
         finish()
         splits = recorders["_norms_and_split_kernel"].launches
-        assert len(splits) == 1
+        assert len(splits) == 2
         feature.start()
         assert threading.active_count() == running
-        assert len(splits) == 1
+        assert len(splits) == 2
 
 
 def test_failed_compilation_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +111,34 @@ def test_failed_compilation_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(triton_kernels, "norms_and_split", refuse)
     feature = feature_of(plan_of((64, 32)))
-    feature.start()
-    finish()
+    with recording() as recorders:
+        feature.start()
+        finish()
+        assert recorders["_adam_columns_kernel"].launches, "the others are compiled"
     assert seen == ["zenflow-compiler"]
 
 
-def test_close_waits_for_one_kernel_and_compiles_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_tensors_are_launched_in_any_thread() -> None:
+    """A garbage collection closes an engine, and applies its updates, in whatever thread it runs."""
+    weight, values = torch.zeros(8, 4), torch.ones(6, 4)
+    selection = Selection.of(torch.arange(2), 8, CPU)
+    done: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, _: Any) -> Any:
+            return lambda *_, **__: done.append(threading.current_thread().name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels, "_place_slices_kernel", Kernel())
+        patch.setattr(
+            triton_kernels, "norms_and_split", lambda *_: triton_kernels.merge_columns(weight, 0, selection, values)
+        )
+        feature_of(plan_of((64, 32))).start()
+        finish()
+    assert done[0] == "zenflow-compiler"
+
+
+def test_close_compiles_no_further_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, seen = threading.Event(), threading.Event(), list[str]()
 
     def split(*_: object) -> None:
@@ -103,8 +153,7 @@ def test_close_waits_for_one_kernel_and_compiles_no_further(monkeypatch: pytest.
     begun.wait()
     closing = threading.Thread(target=feature.close)
     closing.start()
-    while not feature.closed:
-        pass
+    closing.join()  # it waits for no kernel: its thread may be the one that compiles
     go_on.set()
-    closing.join()
+    finish()
     assert seen == ["split"]

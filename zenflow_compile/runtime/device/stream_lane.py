@@ -98,7 +98,7 @@ class StreamLane:
         self._recorder = recorder
         self._flags = HostFlags(1, device)
         self._copies = 0
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # a signal handler may save a checkpoint inside of it
         self._events: deque[DeviceEvent] = deque()  # untimed ones, to be recorded again: making one calls the driver
         self._closed = False
 

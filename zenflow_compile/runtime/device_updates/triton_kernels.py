@@ -21,9 +21,6 @@ This module imports Triton, so it is imported only where Triton is installed.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -517,31 +514,14 @@ def _on_device(grad_scale: float | Tensor) -> bool:
     return isinstance(grad_scale, Tensor)
 
 
-class _Thread(threading.local):
-    """``compiles_for``: the device whose kernels this thread compiles, and launches none; None: it launches."""
-
-    compiles_for: torch.device | None = None
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def compiling_for(device: torch.device) -> Iterator[None]:
-    """Compile what this thread would launch, for ``device``. Arguments may be on the "meta" device: none is read."""
-    _thread.compiles_for = device
-    try:
-        yield
-    finally:
-        _thread.compiles_for = None
-
-
 def _launch(kernel: Any, programs: int, tensor: Tensor, *arguments: object, **constants: object) -> None:
-    """Launch ``programs`` of ``kernel`` on the device of ``tensor``, its first argument."""
-    compiles_for = _thread.compiles_for
+    """Launch ``programs`` of ``kernel`` on the device of ``tensor``, its first argument.
+
+    If it is on the "meta" device, the kernel is compiled for the current device, and not launched.
+    """
+    if tensor.is_meta:
+        kernel.warmup(tensor, *arguments, grid=(programs,), **constants)
+        return
     # Triton launches on the current device, which may be another one in autograd's threads.
-    with device_of(compiles_for or tensor.device).use():
-        if compiles_for is None:
-            kernel[(programs,)](tensor, *arguments, **constants)
-        else:
-            kernel.warmup(tensor, *arguments, grid=(programs,), **constants)
+    with device_of(tensor.device).use():
+        kernel[(programs,)](tensor, *arguments, **constants)

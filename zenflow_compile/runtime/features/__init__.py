@@ -1,4 +1,4 @@
-"""Features of an engine that the rest of it does not know: a folder, and a line here, for each."""
+"""Features of an engine that the rest of it does not know: a folder, and two lines here, for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a feature of an engine is: a part that no other part knows, in a folder of its own.
 
-A folder of ``features/`` and its line in ``FEATURES`` are all there is of it: without both, the package trains as
-before, less the feature. It takes part in the moments that it names, and may add rows to the report.
+A folder of ``features/`` and its two lines beside ``FEATURES`` are all there is of it: without them, the package trains
+as before, less the feature. It takes part in the moments that it names, and may add rows to the report.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from zenflow_compile.runtime.step.one_rank import OneRank
 from zenflow_compile.runtime.step.schedule import Schedule
 
 FeatureCalls: TypeAlias = Mapping[str, Callable[[], object]]
+OPEN_MOMENTS = frozenset({"allocated", "begin_backward", "final", "end_step", "abandon", "close"})
+"""Moments at which features are called; see ``Moments``."""
 
 
 class EngineParts(Protocol):
@@ -44,7 +46,7 @@ class Feature:
         raise NotImplementedError
 
     def calls(self) -> FeatureCalls:
-        """What to call at which of ``Moments``; asked again when a profiler comes or goes.
+        """What to call at which of ``OPEN_MOMENTS``; asked again when a profiler comes or goes.
 
         A call must not queue work that changes a gradient, state or weight: features run in any order.
         """

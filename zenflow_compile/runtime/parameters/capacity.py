@@ -113,9 +113,14 @@ def worker_cores(options: Options, device: torch.device | None = None) -> tuple[
 
 
 def nodes_of_ranks(ranks: LocalRanks, device: Device, devices: Path = PCI_DEVICES) -> list[int] | None:
-    """NUMA nodes of the devices of ``ranks``, if rank i has device i, as launchers have it; None if it is not known."""
-    if ranks.size == 1 or device.torch_device.index != ranks.rank:
+    """NUMA nodes of the devices of ``ranks``, if rank i has device i, as launchers have it; None if it is not known.
+
+    Hazard: ranks that answer differently would have the same cores. So there must be as many devices as ranks: of more,
+    each rank might have another one.
+    """
+    addresses = device.pci_addresses()
+    if ranks.size == 1 or len(addresses) != ranks.size or device.torch_device.index != ranks.rank:
         return None
-    nodes = [node_of_device(address, devices) for address in device.pci_addresses()[: ranks.size]]
+    nodes = [node_of_device(address, devices) for address in addresses]
     known = [node for node in nodes if node is not None]
     return known if len(known) == ranks.size else None

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import TypeAlias
 
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime.errors import LostUpdateError
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.step.one_rank import Gather
 from zenflow_compile.torch_internals.torch_private import profiler_active
-
-GatherWeights: TypeAlias = Callable[[Callable[[OffloadedParam], None]], None]
 
 _DEADLINE = attrgetter("deadline")
 
@@ -57,7 +55,7 @@ class UploadScheduler:
     def by_deadline(self) -> list[OffloadedParam]:
         return sorted(self._registry.offloaded.values(), key=_DEADLINE)
 
-    def end_step(self, now: int, among_ranks: GatherWeights | None = None) -> None:
+    def end_step(self, now: int, among_ranks: Gather | None = None) -> None:
         """``now`` steps are over: apply updates that cannot wait for a first use, and start the first uploads.
 
         Args:

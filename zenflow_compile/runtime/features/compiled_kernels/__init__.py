@@ -7,7 +7,7 @@ begins with the first flush, so that these stops would be spread over the first 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Self
@@ -21,16 +21,15 @@ from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 
 
 class CompiledKernels(Feature):
-    """Compiles what the parameters ``offloaded`` launch on ``device``, a thread for each call of ``start``.
+    """Compiles what the parameters ``offloaded`` launch on ``device``, in a thread for each call of ``start``.
 
     What is not compiled here, or fails here, the launch compiles, and raises then.
     """
 
     def __init__(self, offloaded: Mapping[int, OffloadedParam], device: torch.device, *, host_weights: bool) -> None:
         self._offloaded, self._device, self._host_weights = offloaded, device, host_weights
-        self._known: set[ParamPlan] = set()
-        self._threads: list[threading.Thread] = []
-        self.closed = False
+        self._known: set[Hashable] = set()
+        self._closed = False
 
     @classmethod
     def of(cls, engine: EngineParts) -> Self | None:
@@ -44,30 +43,38 @@ class CompiledKernels(Feature):
 
     def start(self) -> None:
         """Begin with parameters of further shapes."""
-        shapes = (replace(each.plan, index=0, name="", phase=0, pool=None) for each in self._offloaded.values())
-        plans = [plan for plan in dict.fromkeys(shapes) if plan not in self._known]
+        plans = {_shapes(each.plan): each.plan for each in self._offloaded.values()}
+        for known in plans.keys() & self._known:
+            del plans[known]
         if not plans:
             return
-        self._known.update(plans)
+        self._known |= plans.keys()
         # Not daemonic: the interpreter would end under a thread that is inside of LLVM.
-        thread = threading.Thread(target=self._compile, args=(plans,), name="zenflow-compiler")
+        thread = threading.Thread(target=self._compile, args=(list(plans.values()),), name="zenflow-compiler")
         with suppress(RuntimeError):  # the system starts no thread
             thread.start()
-            self._threads.append(thread)
 
     def _compile(self, plans: list[ParamPlan]) -> None:
-        from zenflow_compile.runtime.device_updates import triton_kernels
         from zenflow_compile.runtime.features.compiled_kernels.launches import launches_of
 
-        with triton_kernels.compiling_for(self._device), suppress(Exception):
+        with device_of(self._device).use():
             for plan in plans:
                 for launch in launches_of(plan, host_weights=self._host_weights):
-                    if self.closed or not threading.main_thread().is_alive():
+                    if self._closed or not threading.main_thread().is_alive():
                         return
-                    launch()
+                    with suppress(Exception):
+                        launch()
 
     def close(self) -> None:
-        """Compile no further kernel, and wait for the one in hand. Idempotent."""
-        self.closed = True
-        for thread in self._threads:
-            thread.join()
+        """Compile no further kernel than the one in hand.
+
+        Hazard: nothing may wait for the thread. The caller may be in it, or in Triton with a lock that it needs: a
+        garbage collection closes engines wherever it runs.
+        """
+        self._closed = True
+
+
+def _shapes(plan: ParamPlan) -> Hashable:
+    """What the launches of a plan depend on."""
+    alone = replace(plan, index=0, name="", phase=0, pool=None, share=None, flat=None, shard=None)
+    return alone, None if plan.share is None else (plan.share.whole.shape, plan.share.whole.dim, plan.share.parts)

@@ -27,12 +27,15 @@ def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[],
     Args:
         host_weights: ``offload_weights`` may put its weight into host memory.
     """
-    whole = torch.empty(plan.whole.shape, dtype=plan.dtype, device=_META).view(plan.whole.shape[0], -1)
+    shape = plan.shape if plan.share is None else plan.share.whole.shape
+    whole = torch.empty(shape, dtype=plan.dtype, device=_META).view(shape[0], -1)
     matrix = whole if plan.share is None else plan.share.view(whole)
+    # Of a share, the weight's slices lie apart in it, and the gradient comes from the ranks as a block.
+    gradient = matrix if plan.share is None else torch.empty(plan.slices, plan.length, dtype=plan.dtype, device=_META)
     device = DeviceState.allocate(plan, _META)
     selection, dim = device.selection, plan.dim
     deferred = torch.empty(plan.deferred, plan.length, dtype=plan.dtype, device=_META)
-    yield partial(triton_kernels.norms_and_split, matrix, dim, selection, device.gradient, deferred)
+    yield partial(triton_kernels.norms_and_split, gradient, dim, selection, device.gradient, deferred)
     # Clipping and loss scales are known to the device alone.
     factors = Number.known(1.0), Number(torch.empty((), dtype=torch.float64, device=_META))
     rows = device.gradient, device.master, device.exp_avg, device.exp_avg_sq, 2, device.form
