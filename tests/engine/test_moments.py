@@ -101,7 +101,7 @@ def test_order_at_the_beginning_of_a_backward() -> None:
     optimizer.close()
 
 
-def test_feature_at_a_moment_that_is_not_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_moment_of_a_feature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(Feature):
         @classmethod
         def of(cls, engine: EngineParts) -> Late:

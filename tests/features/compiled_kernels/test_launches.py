@@ -88,7 +88,7 @@ def finish() -> None:
             thread.join()
 
 
-def test_further_parameters_of_known_shapes_cost_nothing() -> None:
+def test_known_shapes_are_compiled_once() -> None:
     ranks = [replace(shares((64, 32))[1], index=index, name=f"w{index}") for index in range(2)]
     ranks[1] = replace(ranks[1], shard=replace(ranks[1].shard, whole=replace(ranks[1].shard.whole, name="w1")))
     feature, running = feature_of(plan_of((64, 32)), plan_of((64, 32), phase=1), *ranks), threading.active_count()

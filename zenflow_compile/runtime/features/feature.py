@@ -6,6 +6,7 @@ as before, less the feature. It takes part in the moments that it names, and may
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -37,13 +38,13 @@ class EngineParts(Protocol):
     def finalizes_in_backward(self) -> bool: ...
 
 
-class Feature:
+class Feature(ABC):
     """A feature of one engine."""
 
     @classmethod
+    @abstractmethod
     def of(cls, engine: EngineParts) -> Self | None:
         """Make the feature of an engine that is being built; None: it does not have it."""
-        raise NotImplementedError
 
     def calls(self) -> FeatureCalls:
         """What to call at which of ``OPEN_MOMENTS``; asked again when a profiler comes or goes.

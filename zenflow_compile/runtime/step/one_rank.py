@@ -1,4 +1,4 @@
-"""What an engine asks of other ranks: an engine that is alone has nobody to ask, tell or wait for."""
+"""What an engine does together with other ranks, for an engine that is alone: it asks and waits for no other."""
 
 from __future__ import annotations
 
