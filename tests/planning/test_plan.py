@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from zenflow_compile.planning.plan import (
+from zenflow_compile.planning.file_memory import (
     FILE_WINDOW_BYTES,
     FILES_IN_TURN,
-    ParamPlan,
-    Placement,
-    Plan,
     resident_in_window,
     weight_window_bytes,
 )
+from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
 from zenflow_compile.runtime.gradients.pending_gradient import Residual, Scales, WindowSum
 from zenflow_compile.runtime.host.arena import HostArena

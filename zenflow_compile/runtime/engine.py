@@ -12,7 +12,7 @@ Order of a training step, for graph nodes and for hooks on ``.grad``:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import errors, ops
+from zenflow_compile.runtime.autograd_hooks import end_callback
 from zenflow_compile.runtime.features.feature import OPEN_MOMENTS
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
@@ -49,7 +50,7 @@ class Engine(StepRunner):
         sharded: bool = False,
     ) -> None:
         super().__init__(groups, options, device, in_backward=in_backward, ranks=ranks, sharded=sharded)
-        self._end_callback = _end_callback(weakref.ref(self))
+        self._end_callback = end_callback(weakref.ref(self))
         self.arrange()
         # Last: from here on graphs, and the handler of forks, find the engine.
         ops.register_engine(self)
@@ -404,14 +405,3 @@ def _is_only_in_grad(param: Parameter) -> bool:
     if isinstance(param, LocalShard):  # FSDP2 made the tensor, and refers to it until its hooks have run
         return not torch_private.adds_to_sharded_grad()
     return torch_private.only_parameter_holds_grad(param)
-
-
-def _end_callback(engine: weakref.ref[Engine]) -> Callable[[], None]:
-    """Make the callback that autograd calls when the backward in which it was queued is over, unless that raises."""
-
-    @torch_private.skipped_by_dynamo
-    def ended() -> None:
-        if (me := engine()) is not None:
-            me.end_backward(nested=torch_private.inside_backward_node())
-
-    return ended

@@ -34,7 +34,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import ParamPlan, file_window_bytes, resident_in_window, weight_window_bytes
+from zenflow_compile.planning.file_memory import file_window_bytes, resident_in_window, weight_window_bytes
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.stream_flags import make_flags

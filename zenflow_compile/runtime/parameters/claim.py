@@ -20,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import ops
-from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.autograd_hooks import listen_to_grad
 from zenflow_compile.runtime.ops import is_owned
 from zenflow_compile.runtime.sharding import refuse_exchanged
-from zenflow_compile.torch_internals import torch_private
 
 
 class Owner:
@@ -130,24 +129,6 @@ class Claim:
         """Give up all parameters. Idempotent."""
         ops.unregister_claim(self)
         self.keep(0)
-
-
-def listen_to_grad(param: Parameter, p: int, claim: weakref.ref[Claim]) -> RemovableHandle:
-    """Call ``accept_grad(p)`` whenever a gradient has reached ``param.grad`` that no engine has put there.
-
-    Parameters live longer than claims, so the hook refers to the claim weakly.
-    """
-
-    @torch_private.skipped_by_dynamo
-    def accumulated(param: Tensor) -> None:
-        # Hazard: a variable for the gradient would be a reference that the engine takes for one of the user's.
-        if type(param.grad) is OffloadedGradient:
-            return  # ``offload_gradients`` or ``accumulate_grad`` has taken it
-        if param.grad is not None and (me := claim()) is not None:
-            me.accept_grad(p)
-
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-    return handle
 
 
 _REMEDY = "close() the optimizer, create it anew over model.parameters() after the change, and compile the model again"

@@ -69,7 +69,7 @@ class Transport:
         order: of calls on several streams; None where operators are complete when they return.
         exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
         files, weight_files: state, and new weights, in files, each with its own memory: see
-            ``planning.plan.weight_window_bytes``. None without such.
+            ``planning.file_memory.weight_window_bytes``. None without such.
     """
 
     to_host: CopyLane
