@@ -51,7 +51,11 @@ class Run:
 
     def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:
         """Return whether the window was flushed, and the new selection."""
-        flushed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=Number.known(unscale))
+        if self.schedule.adaptive:
+            factor = Number.known(unscale)
+            flushed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=factor)
+        else:
+            flushed = self.schedule.begin_step(step) or step % self.plan.interval == self.plan.phase
         wanted = self.schedule.selection(self.plan, self.device, step) if flushed else None
         slices = None if wanted is None else wanted.slices
         if wanted is not None and slices is not None:

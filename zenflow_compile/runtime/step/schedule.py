@@ -155,15 +155,14 @@ class Schedule:
         return self.warming_up(step)
 
     def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: Number) -> bool:
-        """Whether the parameter's update window is flushed after step ``step`` (from 0).
+        """Whether the parameter's adaptive update window is flushed after step ``step`` (from 0).
 
-        The parameter may have a gradient in it (``present``), with ``unscale``, one over its loss scale.
+        The parameter may have a gradient in it (``present``), with ``unscale``, one over its loss scale. A window of a
+        fixed length is flushed at the plan's phase, of which ``StepRunner`` does not ask here.
         """
         self._take_values()
         if self.warming_up(step):
             return True
-        if not self.adaptive:
-            return step % plan.interval == plan.phase
         window = self.window(plan.index)
         window.steps += 1
         if window.latest is not None:
