@@ -29,7 +29,7 @@ class ForkedEngine(Engine):
 
     @property
     def unapplied(self) -> list[int]:
-        """None: the parent applies them."""
+        """Empty: the parent applies them."""
         return []
 
     # Readers of weights.

@@ -55,9 +55,9 @@ class CompiledKernels(Feature):
             thread.start()
 
     def _compile(self, plans: list[ParamPlan]) -> None:
-        from zenflow_compile.runtime.features.compiled_kernels.launches import launches_of
+        with suppress(Exception), device_of(self._device).use():
+            from zenflow_compile.runtime.features.compiled_kernels.launches import launches_of
 
-        with device_of(self._device).use():
             for plan in plans:
                 for launch in launches_of(plan, host_weights=self._host_weights):
                     if self._closed or not threading.main_thread().is_alive():
