@@ -39,7 +39,7 @@ PICTURE = ROOT / "docs" / "concentration.svg"
 RATIOS = (0.01, 0.05, 0.1)
 LAGS = (1, 4, 16, 64)
 STEPS = 200
-FIRST = 20  # steps before it only feed the moving average
+FIRST = 20 + max(LAGS)  # steps before it only feed the moving average and the choices of earlier steps
 UPDATES_EVERY = 10  # steps
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
 EMBEDDING = KINDS[-1]
@@ -89,8 +89,8 @@ class Matrix:
     def result(self, totals: Tensor) -> dict[str, Any]:
         """Shares of ``totals``, the squared norms of all gradients by step, and how the chosen slices change."""
 
-        def share(norms: Tensor, chosen: Tensor, since: int = FIRST) -> float:
-            return _rounded(((norms * chosen).sum(1) / totals)[since:].mean().item())
+        def share(norms: Tensor, chosen: Tensor) -> float:
+            return _rounded(((norms * chosen).sum(1) / totals)[FIRST:].mean().item())
 
         sides = {"columns": self.columns, "rows": self.rows, "longer side": self.longer}
         score = averages(self.longer)
@@ -105,7 +105,7 @@ class Matrix:
             for lag in LAGS:
                 late = torch.zeros_like(chosen[ratio])
                 late[lag:] = chosen[ratio][:-lag]
-                row[f"{lag} steps old, {ratio:.0%}"] = share(self.longer, late, FIRST + lag)
+                row[f"{lag} steps old, {ratio:.0%}"] = share(self.longer, late)
                 row[f"Jaccard, {lag} steps, {ratio:.0%}"] = _rounded(jaccard(chosen[ratio][FIRST:], lag))
                 row[f"Jaccard of the average, {lag} steps, {ratio:.0%}"] = _rounded(
                     jaccard(selected[ratio][FIRST:], lag)
@@ -123,11 +123,14 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def observe(task: str, *, steps: int, inner: str, model: str | None, data: str | None) -> list[dict[str, Any]]:
+def observe(
+    task: str, *, steps: int, inner: str, model: str | None, data: str | None, device: str
+) -> list[dict[str, Any]]:
     """Fine-tune one model, and return a row of each matrix."""
     torch.compiler.reset()
     network, tokenizer = load(model or fetch(MODEL), torch.float32)
-    given = TASKS[task](tokenizer, 0, None if data is None else Path(data))
+    network.to(device)
+    given = TASKS[task](tokenizer, 0, None if data is None else Path(data), torch.device(device))
     matrices = {name: weight for name, weight in network.named_parameters() if weight.dim() == 2}
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     seen: dict[str, tuple[list[Tensor], list[Tensor]]] = {name: ([], []) for name in matrices}
@@ -136,12 +139,12 @@ def observe(task: str, *, steps: int, inner: str, model: str | None, data: str |
     def after_backward(step: int) -> None:
         if step and (step - 1) % UPDATES_EVERY == 0:  # the moments are those of the step before
             for name, weight in matrices.items():
-                updates[name][step - 1] = update_norms(optimizer.state[weight])
+                updates[name][step - 1] = update_norms(optimizer.state[weight]).cpu()
         for name, weight in matrices.items():
             assert weight.grad is not None
             squared = weight.grad.square()
             for norms, dim in zip(seen[name], (0, 1), strict=True):
-                norms.append(squared.sum(dim))
+                norms.append(squared.sum(dim).cpu())
 
     compiled = torch.compile(network, backend="inductor" if inner == "inductor" else "aot_eager")
     losses, _ = fine_tune(compiled, network, given, optimizer, steps, after_backward)
@@ -150,7 +153,7 @@ def observe(task: str, *, steps: int, inner: str, model: str | None, data: str |
         for name, weight in matrices.items()
     ]
     totals = torch.stack([matrix.rows.sum(1) for matrix in found]).sum(0)
-    about = {"task": task, "steps": steps, "inner": inner, "model": model, "data": data, "seed": 0}
+    about = {"task": task, "steps": steps, "inner": inner, "model": model, "data": data, "seed": 0, "device": device}
     about |= {"commit": commit(), "machine": machine(), "losses": [round(loss, 4) for loss in losses]}
     return [about | {"matrices": [matrix.result(totals) for matrix in found]}]
 
@@ -285,8 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = known(path)
     settings = {name: getattr(given, name) for name in ("steps", "inner", "model", "data")}
     for task in () if given.table else given.task or TASKS:
-        found = observe(task, **settings)
-        rows = [row for row in rows if not {"task": task, **settings}.items() <= row.items()] + found
+        found = observe(task, **settings, device=given.device)
+        same = {"task": task, "device": given.device, **settings}
+        rows = [row for row in rows if not same.items() <= row.items()] + found
         write_results("concentration", rows, out=path, seed=0)
     rows = [row for row in rows if settings.items() <= row.items()]
     console = Console()

@@ -3,6 +3,7 @@
     python -m benchmarks quality                      runs that have no result yet: hours on two cores
     python -m benchmarks quality --minutes 30         as many of them as begin within so many minutes
     python -m benchmarks quality --task reviews --rule AdamW --rule "zenflow, S = 4"
+    python -m benchmarks quality --device cuda --seed 0 --out some.json
     python -m benchmarks quality --table --page       runs nothing; prints what is known, and writes it into the page
 
 SmolLM2-135M (see ``examples.pretrained``) is fine-tuned on two tasks: on movie reviews as in ``examples.classify``, and
@@ -21,7 +22,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,37 +84,39 @@ class Task(Protocol):
 class ReviewsTask:
     """Positive or negative, 16 sentences a step; 1,024 others are held out."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, path: Path | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, path: Path | None, device: torch.device) -> None:
         self._reviews = Reviews(path or fetch(REVIEWS), tokenizer, tokens=48, held_out=1024, seed=seed)
+        self._device = device
 
     def loss(self, model: Callable[..., Any], step: int) -> Tensor:
-        batch = self._reviews.training_batch(step, 16)
+        batch = self._reviews.training_batch(step, 16).to(self._device)
         return F.cross_entropy(next_logits(model, batch), batch.labels)
 
     def score(self, model: PreTrainedModel) -> dict[str, list[float]]:
-        correct, losses = held_out_scores(model, self._reviews, torch.device("cpu"))
+        correct, losses = held_out_scores(model, self._reviews, self._device)
         return {"accuracy": correct.int().tolist(), "loss": losses.tolist()}
 
 
 class HeadersTask:
     """The next token, 4 sequences of 128 a step; one sequence in 16 is held out, 128 of them are scored."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, path: Path | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, seed: int, path: Path | None, device: torch.device) -> None:
         text = read_text([] if path is None else [str(path)])
         self._sequences = Sequences(text, tokenizer, 128, batch=4, seed=seed)
+        self._device = device
 
     def loss(self, model: Callable[..., Any], step: int) -> Tensor:
-        tokens = self._sequences.batch(step)
+        tokens = self._sequences.batch(step).to(self._device)
         loss: Tensor = model(input_ids=tokens, labels=tokens).loss
         return loss
 
     @torch.no_grad()
     def score(self, model: PreTrainedModel) -> dict[str, list[float]]:
-        held_out = self._sequences.held_out[:128]
+        held_out = self._sequences.held_out[:128].to(self._device)
         return {"loss": [model(input_ids=each, labels=each).loss.item() for each in held_out.split(1)]}
 
 
-TASKS: dict[str, Callable[[PreTrainedTokenizerBase, int, Path | None], Task]] = {
+TASKS: dict[str, Callable[[PreTrainedTokenizerBase, int, Path | None, torch.device], Task]] = {
     "reviews": ReviewsTask,
     "headers": HeadersTask,
 }
@@ -157,6 +160,7 @@ class Run:
         steps: optimizer steps.
         inner: what compiles the graphs.
         model, data: instead of SmolLM2-135M, and of the task's sentences or text.
+        device: that trains.
     """
 
     task: str
@@ -166,13 +170,16 @@ class Run:
     inner: str = "inductor"
     model: str | None = None
     data: str | None = None
+    device: str = "cpu"
 
     def perform(self) -> dict[str, Any]:
         """Train, and return a row of the results."""
         begin = time.perf_counter()
         torch.compiler.reset()
         model, tokenizer = load(self.model or fetch(MODEL), torch.float32)
-        task = TASKS[self.task](tokenizer, self.seed, None if self.data is None else Path(self.data))
+        device = torch.device(self.device)
+        model.to(device)
+        task = TASKS[self.task](tokenizer, self.seed, None if self.data is None else Path(self.data), device)
         optimizer: Any
         if self.rule == REFERENCE:
             optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
@@ -226,10 +233,14 @@ class Difference:
         return cls(items.mean().item(), 1.96 * items.std().item() / math.sqrt(len(items)), over_seeds)
 
 
-def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
-    """One row per rule of what is known of a task's measure; a rule counts on the seeds that the reference has, too."""
+def table(rows: Sequence[dict[str, Any]], task: str, measure: str, where: str) -> Table:
+    """One row per rule of what is known of a task's measure; a rule counts on the seeds that the reference has, too.
+
+    Args:
+        rows: of one device; where: its name.
+    """
     found = {(row["rule"], row["seed"]): row for row in rows if row["task"] == task}
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=f"{task}: {measure}")
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=f"{task}: {measure}, {where}")
     made.add_column("rule")
     for heading in ("seeds", "mean", "less AdamW", "95% over items", "over seeds"):
         made.add_column(heading, justify="right")
@@ -253,12 +264,22 @@ def table(rows: Sequence[dict[str, Any]], task: str, measure: str) -> Table:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    """A table of each task's measures that are known."""
+    """A table of each task's measures that are known, by device."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(trained_on(row), []).append(row)
     return [
-        table(rows, task, measure)
+        table(group, task, measure, where)
+        for where, group in groups.items()
         for task in TASKS
-        for measure in next((row["scores"] for row in rows if row["task"] == task), ())
+        for measure in next((row["scores"] for row in group if row["task"] == task), ())
     ]
+
+
+def trained_on(row: Mapping[str, Any]) -> str:
+    """The name of a row's device."""
+    name: str = row["machine"]["cpu" if row["device"] == "cpu" else "device"]
+    return name
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
@@ -278,6 +299,8 @@ def add_run_options(parser: argparse.ArgumentParser, steps: int) -> None:
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="%(default)s")
     parser.add_argument("--model", metavar="PATH", help="another one than SmolLM2-135M")
     parser.add_argument("--data", metavar="PATH", help="another file of sentences, or of text, of one --task")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help="%(default)s here")
     parser.add_argument("--table", action="store_true", help="run nothing")
 
 
@@ -291,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Perform what has no result yet, and print the tables."""
     parser = option_parser("quality", __doc__)
     parser.add_argument("--rule", choices=tuple(RULES), action="append", help="only this one")
+    parser.add_argument("--seed", type=int, choices=range(SEEDS), action="append", help="only this one")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="begin no run later than that")
     add_run_options(parser, STEPS)
     parser.add_argument("--page", action="store_true", help="also write the tables into docs/quality.md")
@@ -302,8 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, begin = Console(), time.monotonic()
     rows = known(path)
     settings = {name: getattr(given, name) for name in ("steps", "inner", "model", "data")}
-    for run in [] if given.table else runs(**settings):
+    for run in [] if given.table else runs(**settings, device=given.device):
         chosen = run.task in (given.task or TASKS) and run.rule in (given.rule or RULES)
+        chosen = chosen and run.seed in (given.seed or range(SEEDS))
         if not chosen or any(asdict(run).items() <= row.items() for row in rows):
             continue
         if time.monotonic() - begin > 60 * given.minutes:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the hf extra")
 
-from benchmarks.quality import EXACT, ON_ALL_SEEDS, REFERENCE, RULES, SEEDS, Difference, Run, main, runs, table
+from benchmarks.quality import EXACT, ON_ALL_SEEDS, REFERENCE, RULES, SEEDS, Difference, Run, main, runs, table, tables
 from tests.support.small_texts import REVIEWS, save_tiny_model
 
 
@@ -46,7 +46,7 @@ def test_runs_are_kept_and_compared(
 ) -> None:
     out, (model, data) = tmp_path / "quality.json", small
     given = ["--out", str(out), "--steps", "3", "--inner", "eager", "--task", "reviews"]
-    given += ["--model", str(model), "--data", str(data)]
+    given += ["--model", str(model), "--data", str(data), "--device", "cpu"]
     rules = ["--rule", REFERENCE, "--rule", "zenflow, S = 4"]
     assert main([*given, "--minutes", "0"]) == 0
     assert not out.exists() or len(json.loads(out.read_text())["rows"]) <= 1
@@ -59,6 +59,7 @@ def test_runs_are_kept_and_compared(
     assert all(len(row["scores"]["accuracy"]) == 1024 for row in rows)
     before = out.read_text()
     assert main([*given, *rules]) == 0
+    assert main([*given, "--rule", EXACT, "--seed", "1"]) == 0  # it has one run, with seed 0
     assert out.read_text() == before
     said = capsys.readouterr().out
     assert "reviews: accuracy" in said
@@ -86,7 +87,7 @@ def test_rules_are_compared_on_seeds_of_both() -> None:
         return {"task": "headers", "rule": rule, "seed": seed, "scores": {"loss": [score, score + 1]}}
 
     rows = [row(REFERENCE, 0, 1.0), row("zenflow, S = 4", 0, 1.5), row("zenflow, S = 4", 1, 9.0)]
-    cells = [[*column.cells] for column in table(rows, "headers", "loss").columns]
+    cells = [[*column.cells] for column in table(rows, "headers", "loss", "here").columns]
     assert [column[1] for column in cells] == ["zenflow, S = 4", "1", "2.0000", "+0.5000", "± 0.0000", "-"]
 
 
@@ -98,3 +99,13 @@ def test_exact_rule_has_the_scores_of_adamw(small: tuple[Path, Path]) -> None:
         for rule in (EXACT, REFERENCE)
     )
     assert exact["scores"]["loss"] == pytest.approx(reference["scores"]["loss"], abs=2e-5)
+
+
+def test_devices_have_tables_of_their_own() -> None:
+    def row(device: str, score: float) -> dict[str, Any]:
+        names = {"machine": {"cpu": "a processor", "device": "a GPU"}, "scores": {"loss": [score]}}
+        return {"task": "headers", "rule": REFERENCE, "seed": 0, "device": device} | names
+
+    found = tables([row("cpu", 1.0), row("cuda", 2.0)])
+    assert [each.title for each in found] == ["headers: loss, a processor", "headers: loss, a GPU"]
+    assert [[*each.columns[2].cells] for each in found] == [["1.0000"], ["2.0000"]]
