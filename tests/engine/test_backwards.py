@@ -54,7 +54,8 @@ def test_failed_backward_is_dropped_or_stops(max_grad_norm: float | None) -> Non
     with pytest.raises(ZeroDivisionError):
         failing.backward()
     handle.remove()
-    updated = [each.plan.name for each in optimizer.engine.offloaded.values() if each.state is GradientState.CONSUMED]
+    offloaded = optimizer.engine.offloaded.values()
+    updated = [each.plan.name for each in offloaded if each.gradient.state is GradientState.CONSUMED]
     assert bool(updated) == (max_grad_norm is None)
     if updated:
         failing = loss(4)
@@ -69,7 +70,7 @@ def test_failed_backward_is_dropped_or_stops(max_grad_norm: float | None) -> Non
     optimizer.synchronize()
     assert optimizer.engine.step == steps + 1
     assert model.bias.grad is None
-    assert all(each.record is None for each in optimizer.engine.offloaded.values())
+    assert all(each.gradient.record is None for each in optimizer.engine.offloaded.values())
     for each in optimizer.engine.offloaded.values():
         attempts = each.host.taken + len(each.host.open)
         assert each.device.steps == attempts == steps + 1
@@ -156,7 +157,7 @@ def test_first_gradient_after_a_half_made_step_raises() -> None:
     engine = optimizer_of(cut.call).engine
     first, head = (each for each in engine.offloaded.values())
     cut.fail(3)
-    assert (first.state, head.state) == (GradientState.CONSUMED, GradientState.PARTS)
+    assert (first.gradient.state, head.gradient.state) == (GradientState.CONSUMED, GradientState.PARTS)
     with pytest.raises(RuntimeError, match="half-way"):
         cut.run(4)
     assert (engine.step, first.device.steps, head.device.steps) == (3, 4, 3)
@@ -215,7 +216,7 @@ def test_gradient_returned_by_a_failed_backward() -> None:
     def fail(grad: Tensor, *, split_now: bool) -> None:
         raise ArithmeticError
 
-    with mock.patch.object(first, "receive", fail), pytest.raises(ArithmeticError):
+    with mock.patch.object(first.gradient, "receive", fail), pytest.raises(ArithmeticError):
         training.backward(3)
     hook.remove()
     training.optimizer.zero_grad()

@@ -15,7 +15,7 @@ import torch
 from tests.support.gated_jobs import UPDATES, failing, gated
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.runtime.device import thread_lane
-from zenflow_compile.runtime.parameters import offloaded_param
+from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -165,10 +165,10 @@ def test_half_done_step_stops_training(calls: int, monkeypatch: pytest.MonkeyPat
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    update = offloaded_param.OffloadedParam.commit
+    update = IncomingGradient.commit
     with monkeypatch.context() as patch:
         error = torch.OutOfMemoryError("on purpose")
-        patch.setattr(offloaded_param.OffloadedParam, "commit", failing_after(calls, update, error))
+        patch.setattr(IncomingGradient, "commit", failing_after(calls, update, error))
         with pytest.raises(torch.OutOfMemoryError):
             training.step(3)
     with pytest.raises(RuntimeError, match="half-way") as caught:

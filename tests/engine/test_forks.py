@@ -135,7 +135,7 @@ def test_forked_child_refuses_weights_before_an_update(read: str) -> None:
     with torch.no_grad():
         training.call(batch(0)[0])  # compiled before the fork
     training.step(3)
-    assert any(each.due(4) for each in training.optimizer.engine.offloaded.values())
+    assert any(each.updates.due(4) for each in training.optimizer.engine.offloaded.values())
     actions: dict[str, Callable[[], object]] = {
         "compiled": lambda: training.call(batch(0)[0]),
         "uncompiled": lambda: training.model(batch(0)[0]),

@@ -250,8 +250,8 @@ def test_interrupted_apply_is_repaired_or_raises(functions: set[str]) -> None:
 def each_buffer_is_somewhere_once(training: Training) -> None:
     registry = training.optimizer.engine.registry
     taken = {
-        "down_ring": [each._staged for each in registry.offloaded.values() if each._staged],
-        "up_ring": [each.upload.buffer for each in registry.offloaded.values() if each.upload],
+        "down_ring": [each.gradient._staged for each in registry.offloaded.values() if each.gradient._staged],
+        "up_ring": [each.updates.upload.buffer for each in registry.offloaded.values() if each.updates.upload],
     }
     for name, buffers in taken.items():
         ring = getattr(registry.transport, name)

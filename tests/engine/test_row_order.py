@@ -83,7 +83,7 @@ class Run:
 
 def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     """Store the rows of both sides in another order; nothing is in flight, as after ``synchronize()``."""
-    device, host, pending = offloaded.device, offloaded.host, offloaded.pending
+    device, host, pending = offloaded.device, offloaded.host, offloaded.gradient.pending
     old = device.selection
     inside = torch.randperm(len(old.selected), generator=generator)
     outside = torch.randperm(len(old.deferred), generator=generator)

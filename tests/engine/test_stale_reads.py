@@ -21,7 +21,7 @@ from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT,
 from tests.support.weight_readers import READERS, VIEWS, check_metadata, read_all, use_readers
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 from zenflow_compile.torch_internals.torch_private import refusal_of
 
@@ -330,7 +330,7 @@ def test_interrupted_wait_keeps_accesses_refused(monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(ThreadTicket, "done", lambda ticket: False)
-        patch.setattr(OffloadedParam, "_wait_on_device", interrupted)
+        patch.setattr(Transport, "wait_on_device", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trained.call(batch(3))
     with pytest.raises(RuntimeError, match=IN_FLIGHT):

@@ -155,7 +155,9 @@ def test_residuals_follow_their_slices() -> None:
     engine = training.optimizer.engine
     for step in range(8):
         residuals = [
-            each.pending.residual for each in engine.offloaded.values() if each.pending and each.pending.residual
+            each.gradient.pending.residual
+            for each in engine.offloaded.values()
+            if each.gradient.pending and each.gradient.pending.residual
         ]
         before = [
             (each.device.selection.deferred, residual.lost.clone())

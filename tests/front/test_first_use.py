@@ -175,7 +175,7 @@ def test_close_after_a_change_names_the_loss(options: dict[str, Any], synchroniz
     assert holds == bool(options)
     assert due == (not synchronized) or options
     model.bfloat16()
-    assert not any(each.due(optimizer.engine.step) for each in optimizer.engine.offloaded.values())
+    assert not any(each.updates.due(optimizer.engine.step) for each in optimizer.engine.offloaded.values())
     if holds:
         with pytest.warns(UserWarning, match=r"were dropped, because .* dtype.*call optimizer\.flush\(\)"):
             optimizer.close()

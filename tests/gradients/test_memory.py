@@ -143,8 +143,8 @@ class Made:
         model(torch.ones(2, 6)).square().sum().backward()
         offloaded = list(engine.offloaded.values())
         assert len(offloaded) == 2
-        self.expected = [each.record.read().clone() for each in offloaded if each.record is not None]
-        self.records = [weakref.ref(each.record) for each in offloaded if each.record is not None]
+        self.expected = [each.gradient.record.read().clone() for each in offloaded if each.gradient.record is not None]
+        self.records = [weakref.ref(each.gradient.record) for each in offloaded if each.gradient.record is not None]
         self.others = [weakref.ref(each) for each in (engine, model, *model.parameters(), *offloaded)]
         self.kept = way(model, optimizer)
 

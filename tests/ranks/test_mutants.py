@@ -23,6 +23,7 @@ from zenflow_compile.planning.plan import Share
 from zenflow_compile.runtime.device.readback import Readback
 from zenflow_compile.runtime.device_updates import selection
 from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.agreement import agreed
 from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
@@ -38,8 +39,8 @@ pytestmark = pytest.mark.timeout(120)
 def _own_norms(self: GradientReduction) -> None:
     """Each rank clips by the norm of its own shares."""
     for offloaded in self._registry.offloaded.values():
-        if offloaded.record is not None and offloaded.record.state.away:
-            offloaded.record.norm = offloaded.squared_norms.sum().sqrt()
+        if offloaded.gradient.record is not None and offloaded.gradient.record.state.away:
+            offloaded.gradient.record.norm = offloaded.gradient.squared_norms.sum().sqrt()
 
 
 def _first_selection(self: WeightGather, offloaded: OffloadedParam) -> bool:
@@ -52,7 +53,7 @@ def _not_sent(self: WeightGather, changed: list[Changed], apply: Any = lambda of
     for each in changed:
         if each.whole:
             apply(each.offloaded)
-            each.offloaded.merged = False
+            each.offloaded.updates.merged = False
 
 
 def _selected_only(self: WeightGather, changed: list[Changed], apply: Any = lambda offloaded: None) -> None:
@@ -108,7 +109,7 @@ MUTANTS = {
         Readback, "__init__", _not_summed, WINDOWED["adaptive"], {}, diverges=True
     ),
     "further contributions are dropped": Mutant(
-        OffloadedParam, "_receive_more", lambda *_, **__: None, ZENFLOW, {"backwards": 2}
+        IncomingGradient, "_receive_more", lambda *_, **__: None, ZENFLOW, {"backwards": 2}
     ),
     "ranks take the same part": Mutant(Share, "part", property(lambda share: 0), ZENFLOW, {}),
 }

@@ -22,7 +22,7 @@ from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_adam import HostAdam
 from zenflow_compile.runtime.host.workers import Workers
-from zenflow_compile.runtime.parameters import offloaded_param
+from zenflow_compile.runtime.parameters import flushed_updates
 from zenflow_compile.runtime.parameters.allocation import allocate_pools, connect, pools_arena_bytes
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.recorder import Recorder
@@ -176,17 +176,17 @@ def test_interrupted_upload_leaves_its_buffer(monkeypatch: pytest.MonkeyPatch) -
     options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4}
     training = Training(None, options).run(0, 3)
     offloaded = next(each for each in training.optimizer.engine.offloaded.values() if each.host.open)
-    window = offloaded.flush(at=3, eps=1e-8, selection=None, promptly=True)
+    window = offloaded.updates.flush(at=3, eps=1e-8, selection=None, promptly=True)
     assert window is not None
     assert window.buffer is not None
     offloaded.transport.workers.submit(window.job)
     window.job.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(offloaded_param, "Upload", raise_interrupt)
+        patch.setattr(flushed_updates, "Upload", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            offloaded.start_upload()
+            offloaded.updates.start_upload()
     assert offloaded.host.users_of(window.buffer) == (Users([], []), [window])
-    assert offloaded.start_upload()
+    assert offloaded.updates.start_upload()
     assert offloaded.host.users_of(window.buffer)[1] == []
     training.optimizer.close()
 

@@ -155,8 +155,8 @@ def test_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with ZenFlowAdamW(model.named_parameters(), min_offload_size=1) as optimizer:
         offloaded = optimizer.engine.offloaded[0]
         with pytest.raises(RuntimeError, match=re.escape(f"gradient of weight has the shape {list(shape)}")):
-            offloaded.matrix_of(torch.zeros(shape))
-        assert offloaded.record is None
+            offloaded.gradient.matrix_of(torch.zeros(shape))
+        assert offloaded.gradient.record is None
         assert model.weight.grad is None
 
 
@@ -166,6 +166,6 @@ def test_kernels_get_gradients_with_adjacent_elements(strides: tuple[int, int]) 
     model = nn.Linear(16, 8, bias=False)
     with ZenFlowAdamW(model.named_parameters(), min_offload_size=1) as optimizer:
         gradient = torch.arange(256.0).as_strided((8, 16), strides)
-        matrix = optimizer.engine.offloaded[0].matrix_of(gradient)
+        matrix = optimizer.engine.offloaded[0].gradient.matrix_of(gradient)
         assert matrix.stride(1) == 1
         assert torch.equal(matrix, gradient)

@@ -8,12 +8,12 @@ from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 
 
 def scheduler_of(params: int) -> tuple[UploadScheduler, dict[int, Any]]:
-    offloaded = {p: SimpleNamespace(deadline=p) for p in range(params)}
+    offloaded = {p: SimpleNamespace(updates=SimpleNamespace(deadline=p)) for p in range(params)}
     return UploadScheduler(SimpleNamespace(offloaded=offloaded), Recorder()), offloaded  # type: ignore[arg-type]
 
 
 def order(offloaded: dict[int, Any]) -> list[int]:
-    return sorted(offloaded, key=lambda p: offloaded[p].deadline)
+    return sorted(offloaded, key=lambda p: offloaded[p].updates.deadline)
 
 
 def test_graphs_keep_the_order_of_their_compilation() -> None:

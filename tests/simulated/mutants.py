@@ -74,6 +74,8 @@ def without(where: str, piece: str, shown_by: Case, instead: str = "pass") -> Mu
 
 LANE = "device.stream_lane:StreamLane.submit"
 PARAM = "parameters.offloaded_param:"
+GRADIENT = "parameters.incoming_gradient:"
+UPDATES = "parameters.flushed_updates:"
 HOST = "parameters.host_state:HostState."
 STREAMED = "device_updates.streamed_adam:StreamedAdam."
 EXCHANGE = "parameters.state_exchange:StateExchange."
@@ -117,17 +119,19 @@ MUTANTS = {
         Case("summed", model="gpt", delays="D2H last"),
     ),
     "split into a buffer that is being copied": without(
-        PARAM + "IncomingGradient._split", "self._wait_on_device(reader)", Case("exact", delays="D2H last")
+        GRADIENT + "IncomingGradient._split", "self.transport.wait_on_device(reader, self.plan.name)",
+        Case("exact", delays="D2H last"),
     ),
     "ring buffer without its reader": without(
-        PARAM + "IncomingGradient.copy_to_host", "staged.read_by = copy, None, False, copy[1]",
+        GRADIENT + "IncomingGradient.copy_to_host", "staged.read_by = copy, None, False, copy[1]",
         Case("exact", delays="D2H last"), "staged.read_by = copy, None, False, None",
     ),
     "read of a gradient before its copy": without(
-        PARAM + "IncomingGradient._assemble", "ticket.wait()", Case("windows", habit="reads", delays="D2H last")
+        GRADIENT + "IncomingGradient._assemble", "ticket.wait()", Case("windows", habit="reads", delays="D2H last")
     ),
     "merge before the upload": without(
-        PARAM + "OffloadedParam.apply_next", "self._wait_on_device(upload.ticket)", Case("exact", delays="H2D last")
+        UPDATES + "FlushedUpdates.apply_next", "self.transport.wait_on_device(upload.ticket, self.plan.name)",
+        Case("exact", delays="H2D last"),
     ),
     "job before its gradients": without(
         HOST + "flush_window", "[buffer.copied for buffer in buffers if not buffer.copied.done()]",
@@ -138,7 +142,7 @@ MUTANTS = {
         Case("late every step", delays="jobs last"), "before = None",
     ),
     "gradient over an update that no forward has read": without(
-        PARAM + "IncomingGradient._send", "update.leave_buffer()",
+        GRADIENT + "IncomingGradient._send", "update.leave_buffer()",
         Case("windows", "experts", delays="jobs last", values=False),
     ),
     "gradient over an upload that is being copied": without(
@@ -223,7 +227,7 @@ WEIGHT_MUTANTS = {
         WEIGHT + "_fill", "exchange.finish()", Case("weights reselect often", delays="H2D last")
     ),
     "copy of a weight before the rows of an exchange": without(
-        PARAM + "OffloadedParam._reselect", "self.host.upload_writer = self.host.last_job",
+        UPDATES + "FlushedUpdates._reselect", "self.host.upload_writer = self.host.last_job",
         Case("weights reselect often", delays="jobs last"),
     ),
     "copy of a weight before it is read": without(
@@ -308,7 +312,7 @@ RANK_MUTANTS = {
         Case("windows", "gpt", habit="flush", delays="collectives last", ranks=2),
     ),
     "selection reused while it is read": without(
-        PARAM + "OffloadedParam._reselect", "self._kept = wanted, before",
+        UPDATES + "FlushedUpdates._reselect", "self._kept = wanted, before",
         Case("reselect often", "matrices", delays="others last", ranks=2), "self._kept = None",
     ),
 }  # fmt: skip

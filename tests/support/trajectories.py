@@ -148,7 +148,7 @@ def describe(result: Trajectory, model: nn.Module, optimizer: ZenFlowAdamW) -> T
     engine = optimizer.engine
     result.weights = snapshot(model)
     result.offloaded = tuple(_offloaded(optimizer))
-    result.through_grad = tuple(each.plan.name for each in engine.offloaded.values() if each.through_autograd)
+    result.through_grad = tuple(each.plan.name for each in engine.offloaded.values() if each.gradient.through_autograd)
     result.streamed = tuple(each.plan.name for each in engine.registry.streamed.params.values())
     if engine.timeline is not None:
         moved = [event for event in engine.timeline.events() if event.lane == D2H and event.kind == "state"]

@@ -173,7 +173,7 @@ class Engine(StepRunner):
             if offloaded.weights.unverified:
                 offloaded.notice_external_write(self.step)
             if offloaded.host.flushed:  # no forward has fetched it
-                self.uploads.apply(offloaded, offloaded.due(self.step))
+                self.uploads.apply(offloaded, offloaded.updates.due(self.step))
         self.registry.unseen_writes.begin_step()
 
     def end_backward(self, *, nested: bool) -> None:
@@ -212,7 +212,7 @@ class Engine(StepRunner):
                 call()
             # Under the lock: a backward in another thread may bring a gradient of the same parameter.
             # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
-            usual = torch_private.accumulates_all([offloaded.accumulate_node for offloaded in chosen])
+            usual = torch_private.accumulates_all([offloaded.gradient.accumulate_node for offloaded in chosen])
             if usual:
                 self.backward.contributed = True
             usual = usual and not self.in_backward
@@ -229,8 +229,8 @@ class Engine(StepRunner):
         It does not where autograd was not asked for the gradient, and where hooks, a tensor of the user's in ``.grad``,
         or the caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
         """
-        asked = torch_private.asked_for(offloaded.accumulate_node)
-        if asked is torch_private.Asked.NO and (asked := offloaded.asked_again()) is torch_private.Asked.NO:
+        asked = torch_private.asked_for(offloaded.gradient.accumulate_node)
+        if asked is torch_private.Asked.NO and (asked := offloaded.gradient.asked_again()) is torch_private.Asked.NO:
             return False
         backward, accumulates = self.backward, asked is torch_private.Asked.ACCUMULATE
         if accumulates:
@@ -238,9 +238,9 @@ class Engine(StepRunner):
             if self.in_backward:
                 errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
             param = offloaded.param
-            if (param.grad is None and not param._backward_hooks) or not offloaded.leaves_to_autograd:
+            if (param.grad is None and not param._backward_hooks) or not offloaded.gradient.leaves_to_autograd:
                 return True
-        offloaded.returned = backward.task if accumulates else None
+        offloaded.gradient.returned = backward.task if accumulates else None
         # A copy, since the graph reuses the gradient's memory.
         backward.returned[torch_private.current_graph_task(), offloaded.plan.index] = grad.detach().clone()
         return False
@@ -303,7 +303,7 @@ class Engine(StepRunner):
             self.backward.contributed = True
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
-            if offloaded.takes_more(record):
+            if offloaded.gradient.takes_more(record):
                 self.calls.contribute(offloaded, grad, send=self._split_now)
             elif record.state is GradientState.CONSUMED:
                 record.state = GradientState.SPOILED
@@ -321,9 +321,9 @@ class Engine(StepRunner):
         """
         if isinstance(offloaded.param, LocalShard):
             return  # FSDP2 says when it gathers weights; one that stayed gathered over a step has not seen its update
-        offloaded.through_autograd = True
-        in_flight = offloaded.due(self.step) or offloaded.arriving is not None
-        if offloaded.returned != self.backward.task and in_flight:
+        offloaded.gradient.through_autograd = True
+        in_flight = offloaded.updates.due(self.step) or offloaded.arriving is not None
+        if offloaded.gradient.returned != self.backward.task and in_flight:
             raise RuntimeError(
                 f"{offloaded.plan.name} was read outside of the compiled model while an update of it was in flight, so "
                 "this gradient is of old weights; call optimizer.synchronize() before running the model uncompiled"

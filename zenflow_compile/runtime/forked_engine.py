@@ -35,7 +35,7 @@ class ForkedEngine(Engine):
     # Readers of weights.
 
     def _check_weights(self) -> None:
-        if any(each.due(self.step) or each.arriving is not None for each in self.offloaded.values()):
+        if any(each.updates.due(self.step) or each.arriving is not None for each in self.offloaded.values()):
             errors.refuse_in_child("an update of the weights was on its way when the process was forked")
 
     def before_load(self) -> None:

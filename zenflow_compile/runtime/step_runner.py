@@ -12,7 +12,8 @@ from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
-from zenflow_compile.runtime.parameters.offloaded_param import Arrival, OffloadedParam
+from zenflow_compile.runtime.parameters.incoming_gradient import Arrival
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.step.clipping import clip_gradients
 from zenflow_compile.runtime.step.slice_updates import Member, members_of, update_slices
 
@@ -97,13 +98,13 @@ class StepRunner(OptimizerRuntime):
         for offloaded in self.offloaded.values():
             if suspect:
                 offloaded.raise_failures()
-            if self.in_backward and offloaded.state is GradientState.CONSUMED:
+            if self.in_backward and offloaded.gradient.state is GradientState.CONSUMED:
                 continue  # its step has begun
             if offloaded.weights.written_by_others:
                 offloaded.notice_external_write(self.step)
                 to_take[offloaded] = None
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
-                self.uploads.apply(offloaded, offloaded.due(self.step))
+                self.uploads.apply(offloaded, offloaded.updates.due(self.step))
                 to_take[offloaded] = None  # a new selection has put its parts together again
             if offloaded.arriving is not None:
                 offloaded.receive_weights()
@@ -113,8 +114,8 @@ class StepRunner(OptimizerRuntime):
             self.weights.fitting = {}
             self._keep_fitting(fitting)
         for offloaded in to_take:
-            if not (self.in_backward and offloaded.state is GradientState.CONSUMED):
-                offloaded.take_from_grad()
+            if not (self.in_backward and offloaded.gradient.state is GradientState.CONSUMED):
+                offloaded.gradient.take_from_grad(announced=offloaded.uses > 0)
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.device, limit, self.calls)
         self.registry.finish_factors()
@@ -159,7 +160,7 @@ class StepRunner(OptimizerRuntime):
         chosen = [self.offloaded[p] for p in ps]
         if self._updating:
             # A missing gradient takes part, too: update windows flush by the step's number.
-            chosen = [each for each in chosen if (record := each.record) is None or record.state is GradientState.PARTS]
+            chosen = [each for each in chosen if each.gradient.state in (None, GradientState.PARTS)]
         else:
             chosen = [each for each in chosen if self._is_final_in_backward(each)]
         return members_of(chosen, self.registry)
@@ -170,16 +171,16 @@ class StepRunner(OptimizerRuntime):
         So it is only if its gradients were seen to arrive in one piece. If the parameter shares its version counter,
         its update would make the backward of an earlier graph, which saved a sharer, raise.
         """
-        record = offloaded.record
+        record = offloaded.gradient.record
         if record is None or record.state is not GradientState.PARTS or not self.finalizes_in_backward:
             return False
-        whole = offloaded.arrival is Arrival.WHOLE and offloaded.uses == 1
+        whole = offloaded.gradient.arrival is Arrival.WHOLE and offloaded.uses == 1
         return whole and not offloaded.weights.counter.shared and self._split_now
 
     def _update_slices(self, members: Sequence[Member]) -> None:
         for call in self.moments.settle:
             call()
-        chosen = [each for each in members if each.offloaded.record is not None and each.offloaded.plan.k]
+        chosen = [each for each in members if each.offloaded.gradient.record is not None and each.offloaded.plan.k]
         self.calls.sum_norms([each.offloaded for each in chosen])
         update_slices(chosen)
 
@@ -188,17 +189,18 @@ class StepRunner(OptimizerRuntime):
         flushed: list[FlushedWindow] = []
         schedule, step = self.schedule, self.step
         for offloaded, coefficients, eps in members:
-            plan, record = offloaded.plan, offloaded.record
+            plan, record = offloaded.plan, offloaded.gradient.record
             if schedule.adaptive:
                 unscale = (UNSCALED if record is None else record.final).unscale
                 due = schedule.flushes(plan, offloaded.device, step, present=record is not None, unscale=unscale)
             else:
                 due = warming_up or step % plan.interval == plan.phase
-            offloaded.commit(None if record is None else coefficients)
+            offloaded.gradient.commit(None if record is None else coefficients)
             if not due:
                 continue
             selection = schedule.selection(plan, offloaded.device, step)
-            if (window := offloaded.flush(at=step, eps=eps, selection=selection, promptly=warming_up)) is not None:
+            window = offloaded.updates.flush(at=step, eps=eps, selection=selection, promptly=warming_up)
+            if window is not None:
                 flushed.append(window)
                 if self.recorder.timeline is not None:
                     self.recorder.mark("flush", param=plan.name)
@@ -223,7 +225,7 @@ class StepRunner(OptimizerRuntime):
         self.backward.reset()
         if self.in_backward:
             for offloaded in self.offloaded.values():
-                offloaded.record = None
+                offloaded.gradient.record = None
         # Before weights are gathered: its sums over ranks would wait for them.
         self.schedule.end_step()
         self.uploads.end_step(self.step, gather)
@@ -243,7 +245,7 @@ class StepRunner(OptimizerRuntime):
     def show_consumed(self) -> None:
         """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
         for offloaded in self.offloaded.values():
-            offloaded.show_consumed()
+            offloaded.gradient.show_consumed()
 
     def discard(self) -> None:
         """Forget gradients that are not in ``.grad``."""
@@ -255,6 +257,6 @@ class StepRunner(OptimizerRuntime):
         self.calls.drop_gradients()
         for offloaded in self.offloaded.values():
             if not self.in_backward:
-                offloaded.look()  # drops what is not in ``.grad``
-            elif offloaded.state is not GradientState.CONSUMED:
-                offloaded.drop()
+                offloaded.gradient.look()  # drops what is not in ``.grad``
+            elif offloaded.gradient.state is not GradientState.CONSUMED:
+                offloaded.gradient.drop()

@@ -290,7 +290,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     found["schedule"] = torch.tensor(schedule, dtype=torch.float64)
     if window_places(plan):
         found.update(_window_entries(offloaded))
-    if offloaded.pending is not None and (residual := offloaded.pending.residual) is not None:
+    if offloaded.gradient.pending is not None and (residual := offloaded.gradient.pending.residual) is not None:
         found["residual"] = in_shape(plan, [(selection.deferred, read(residual.lost))], residual.lost.dtype)
     if plan.staleness and plan.deferred:
         waiting = [window.visible_at for window in host.flushed]
@@ -332,7 +332,7 @@ def _coefficients(offloaded: OffloadedParam) -> list[StepCoefficients]:
 
 
 def _window_sum(offloaded: OffloadedParam) -> WindowSum | None:
-    return None if offloaded.pending is None else offloaded.pending.window_sum
+    return None if offloaded.gradient.pending is None else offloaded.gradient.pending.window_sum
 
 
 # Offloaded parameters: loading.
@@ -386,7 +386,7 @@ def _load_offloaded(
     device.steps = int(entry["step"]) if plan.k else 0
     host.taken = int(entry["step"]) - count if plan.deferred else 0
     _load_window(offloaded, entry, on_host_side, count, engine.step)
-    if offloaded.pending is not None and (residual := offloaded.pending.residual) is not None:
+    if offloaded.gradient.pending is not None and (residual := offloaded.gradient.pending.residual) is not None:
         residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
     for visible_at, upload in zip(flushed, uploads, strict=True):
         job = Job.ended(step=engine.step, param=plan.name)

@@ -6,7 +6,7 @@ A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of a matrix ``[rows, colu
 [Note: raw writes] The kernels write below autograd. A caller that lets them write a parameter must bump its version.
 
 [Note: unchecked blocks] The kernels take shapes and layouts on trust: a block that is too small would be written past
-its end. Blocks are made from the plan, and ``OffloadedParam.matrix_of`` and ``Weights.matrix`` check what comes from
+its end. Blocks are made from the plan, and ``IncomingGradient.matrix_of`` and ``Weights.matrix`` check what comes from
 outside: gradients, and the parameter's memory.
 """
 

@@ -31,7 +31,7 @@ class Accumulator(Protocol):
 
 
 class SplitGradient(Protocol):
-    """An offloaded parameter with its gradient."""
+    """The gradient of an offloaded parameter."""
 
     @property
     def record(self) -> GradientRecord | None: ...
@@ -39,6 +39,13 @@ class SplitGradient(Protocol):
     def squared_norms(self) -> Tensor:
         """f32[slices], of the gradient without factors."""
         ...
+
+
+class HasGradient(Protocol):
+    """An offloaded parameter."""
+
+    @property
+    def gradient(self) -> SplitGradient: ...
 
 
 class Gradients:
@@ -52,7 +59,7 @@ class Gradients:
 
     def __init__(
         self,
-        params: Mapping[int, SplitGradient],
+        params: Mapping[int, HasGradient],
         engine: weakref.ref[Accumulator],
         recorder: Recorder,
         device: torch.device,
@@ -74,10 +81,11 @@ class Gradients:
         """Set the norms of all split gradients that have none yet, with a few operators for all of them."""
         records, squared_norms = [], []
         for param in self._params.values():
-            record = param.record
+            gradient = param.gradient
+            record = gradient.record
             if record is not None and record.norm is None and record.state in _IN_PARTS:
                 records.append(record)
-                squared_norms.append(param.squared_norms)
+                squared_norms.append(gradient.squared_norms)
         if records:
             norms = norms_of_slices(squared_norms)
             for record, norm, spare in zip(records, torch.stack(norms).unbind(), norms, strict=True):

@@ -145,6 +145,7 @@ class HostState:
         exchanges: jobs that swap rows with the device, the last one and those that have not succeeded.
         last_job: the job made last for this state, of a window or an exchange. The next one goes behind it.
         flags: counters for streams that wait for jobs, and the index of this parameter's; None without any.
+        in_place: the gradient buffers as upload buffers.
         ranges: the elements of each task of a job.
         touched: ``touched_bytes`` by number of gradients.
         readers: the job that may still read each gradient buffer, or write its upload there.
@@ -158,6 +159,7 @@ class HostState:
     store: StateStore
     gradients: list[Tensor]
     uploads: list[UploadBuffer]
+    in_place: list[UploadBuffer]
     kernel: HostAdam
     pool: ctypes.c_void_p
     workers: int = 1
@@ -211,6 +213,7 @@ class HostState:
             store=store,
             gradients=gradients,
             uploads=list(uploads) or [InMemory(arena.take(block, plan.dtype)) for _ in range(plan.upload_buffers)],
+            in_place=[InMemory(gradient) for gradient in gradients],
             kernel=kernel,
             pool=pool,
             workers=workers,
@@ -298,7 +301,7 @@ class HostState:
         place = buffers[-1].index if self.plan.in_place else None
         # Before the next upload buffer is handed out.
         weights = self.newest_upload.content() if self.form.split else None
-        upload = self.next_upload() if place is None else InMemory(self.gradients[place])
+        upload = self.next_upload() if place is None else self.in_place[place]
         inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             # Of a late number, for which a worker must not wait in the middle of a job.
@@ -318,7 +321,7 @@ class HostState:
         update = UpdateWork(addresses, coefficients, self.taken, eps, touched, self._bounds)
         job = Job(
             update, inputs, needs.after, self.pool, behind=needs.behind,
-            deadline=deadline, step=at, param=self.plan.name, flag=self.next_flag(),
+            deadline=deadline, step=at, param=self.plan.name, flag=None if self.flags is None else self.next_flag(),
         )  # fmt: skip
         for buffer in buffers:
             # From here on ``jobs`` has it, so that an interrupted step can withdraw it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zenflow_compile.runtime.device.copy_lanes import CopyLane
+from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Stream, Streams
 from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.host.workers import Workers
@@ -89,6 +89,11 @@ class Transport:
     def caches(self) -> tuple[NvmeCache | None, NvmeCache | None]:
         """Of state and of weights in files."""
         return self.files, self.weight_files
+
+    def wait_on_device(self, ticket: Ticket, name: str) -> None:
+        """Make the device wait for a copy of the parameter ``name``, or this thread where a device cannot."""
+        with self.recorder.stall(True, param=name):
+            ticket.wait_on_device()
 
     @property
     def may_have_failed(self) -> bool:

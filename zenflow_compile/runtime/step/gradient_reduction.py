@@ -100,7 +100,7 @@ class Bucket:
             plan = member.plan
             if present is None or plan.index in present:
                 share = block(row, self._offset[plan.index], plan, plan.slices)
-                member.receive_share(share.to(plan.dtype))
+                member.gradient.receive_share(share.to(plan.dtype))
 
     def reset(self) -> None:
         self._packed = self.pending = None
@@ -171,10 +171,10 @@ class GradientReduction:
         self._begin()
         index = offloaded.plan.index
         bucket = self._bucket_of[index]
-        if index in bucket.arrived and offloaded.local_was_dropped:
+        if index in bucket.arrived and offloaded.gradient.local_was_dropped:
             bucket.drop(offloaded)
-        matrix = offloaded.matrix_of(grad)
-        offloaded.receive_local(matrix)
+        matrix = offloaded.gradient.matrix_of(grad)
+        offloaded.gradient.receive_local(matrix)
         self._arrivals[index] = None
         if bucket.sent:
             bucket = self._late.setdefault(index, self._bucket([offloaded]))
@@ -248,7 +248,7 @@ class GradientReduction:
         """Forget contributions whose gradient was cleared or replaced in ``.grad`` before they were sent."""
         for bucket in self._buckets:
             for member in bucket.members:
-                if not bucket.sent and member.plan.index in bucket.arrived and member.local_was_dropped:
+                if not bucket.sent and member.plan.index in bucket.arrived and member.gradient.local_was_dropped:
                     bucket.drop(member)
         self.on_device = {index for index in self.on_device if self._registry.params[index].grad is not None}
 
@@ -344,14 +344,15 @@ class GradientReduction:
         """Set the norms of all gradients that have none yet: of the whole gradients, from one message."""
         found = []
         for offloaded in self._registry.offloaded.values():
-            record = offloaded.record
+            record = offloaded.gradient.record
             if record is not None and record.norm is None and record.state in _WITH_NORM:
                 found.append((offloaded, record))
         if not found:
             return
         zero = torch.zeros((), device=self._device)
         squares = [
-            each.squared_norms.sum() if (share := each.plan.share) and share.first_holder else zero for each, _ in found
+            each.gradient.squared_norms.sum() if (share := each.plan.share) and share.first_holder else zero
+            for each, _ in found
         ]
         norms = self._group.all_reduce(torch.stack(squares)).wait("the norms of the gradients").sqrt_()
         for (_, record), norm in zip(found, norms.unbind(), strict=True):

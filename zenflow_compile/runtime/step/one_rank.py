@@ -51,7 +51,7 @@ class OneRank:
 
     def contribute(self, offloaded: OffloadedParam, grad: Tensor, *, send: bool) -> None:
         """Take a gradient of this rank; ``send``: none of an earlier backward of the step is missing."""
-        offloaded.receive(offloaded.matrix_of(grad), split_now=send)
+        offloaded.gradient.receive(offloaded.gradient.matrix_of(grad), split_now=send)
 
     def note_on_device(self, p: int) -> None:
         """Note that the parameter ``p``, which the device updates, has a gradient in ``.grad``."""

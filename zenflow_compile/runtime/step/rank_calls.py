@@ -189,7 +189,7 @@ class RankCalls(StepMessages):
             # Hazard: uploads that start inside of the block take buffers that the last gather may still read.
             self.weight_gather.wait()
             yield written
-            merged = [each for each in self._registry.offloaded.values() if each.merged]
+            merged = [each for each in self._registry.offloaded.values() if each.updates.merged]
             self.weight_gather.gather([Changed(each, whole=True) for each in merged])
             for offloaded in merged:
                 offloaded.receive_weights()
@@ -224,7 +224,7 @@ class RankCalls(StepMessages):
         self.weight_gather.gather_flat([each for each in updated if each.has_gradient and each.plan.flat is not None])
 
     def gather_of(self, now: int, offloaded: Iterable[OffloadedParam]) -> Gather:
-        return partial(self.gather_weights, now, [each for each in offloaded if each.record is not None])
+        return partial(self.gather_weights, now, [each for each in offloaded if each.gradient.record is not None])
 
     def begin_save(self) -> None:
         self.group.exchange(Call.STATE)
@@ -246,7 +246,7 @@ class RankCalls(StepMessages):
         have_slices = {each.plan.index for each in updated if each.plan.whole.k}
         changed = []
         for index, offloaded in self._registry.offloaded.items():
-            whole = offloaded.merged or bool(offloaded.due(now))
+            whole = offloaded.updates.merged or bool(offloaded.updates.due(now))
             if whole or index in have_slices:
                 changed.append(Changed(offloaded, whole=whole))
         changed.sort(key=lambda each: self.reduction.first_use(each.offloaded.plan.index))

@@ -16,7 +16,7 @@ from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.one_rank import Gather
 from zenflow_compile.torch_internals.torch_private import profiler_active
 
-_DEADLINE = attrgetter("deadline")
+_DEADLINE = attrgetter("updates.deadline")
 
 
 class UploadScheduler:
@@ -45,7 +45,7 @@ class UploadScheduler:
         self._order = [*others[:place], *order, *others[place:]]
         for position, p in enumerate(self._order):
             if p in self._registry.offloaded:
-                self._registry.offloaded[p].deadline = position
+                self._registry.offloaded[p].updates.deadline = position
 
     def extend_order(self, first_uses: Sequence[int]) -> None:
         """Put those of these parameters that have no place in the order behind all that have one."""
@@ -69,7 +69,7 @@ class UploadScheduler:
         unguarded = self.read_elsewhere or profiler_active()
         unfetched = {
             offloaded for offloaded in every
-            if unguarded or offloaded.through_autograd or offloaded.plan.blocking
+            if unguarded or offloaded.gradient.through_autograd or offloaded.plan.blocking
             # An update window that was loaded may be due before any use in this process tells who reads the weight.
             or not (offloaded.announced or offloaded.uses)
             # Code may read the weight without an error that tells it of the update.
@@ -78,7 +78,7 @@ class UploadScheduler:
         if among_ranks is None:
             for offloaded in flushed:
                 if offloaded in unfetched:
-                    self.apply(offloaded, offloaded.due(now))
+                    self.apply(offloaded, offloaded.updates.due(now))
         else:
             among_ranks(partial(self._apply_next_of_ranks, now))
             for offloaded in every:
@@ -90,7 +90,7 @@ class UploadScheduler:
     def refuse_stale_reads(self, now: int) -> None:
         """Have every access to a weight raise until its due update is applied, or its slices of other ranks arrive."""
         for offloaded in self._registry.offloaded.values():
-            if offloaded.arriving is not None or (offloaded.host.flushed and offloaded.due(now)):
+            if offloaded.arriving is not None or (offloaded.host.flushed and offloaded.updates.due(now)):
                 offloaded.weights.guard.refuse(storage := offloaded.param.untyped_storage(), storage.nbytes())
 
     def allow_reads(self) -> None:
@@ -100,7 +100,7 @@ class UploadScheduler:
 
     def _apply_next_of_ranks(self, now: int, offloaded: OffloadedParam) -> None:
         self._prefetch(now)
-        self.apply(offloaded, offloaded.due(now))
+        self.apply(offloaded, offloaded.updates.due(now))
 
     def before_use(self, offloaded: OffloadedParam, now: int) -> None:
         """Make the due updates of a parameter that is about to be read visible, and start the uploads that follow."""
@@ -110,7 +110,7 @@ class UploadScheduler:
         if offloaded.weights.written_by_others:
             # Before the update is applied: a merge into weights that other code has written would overwrite them.
             offloaded.notice_external_write(now)
-        if windows := offloaded.due(now):
+        if windows := offloaded.updates.due(now):
             self._prefetch(now)
             self.apply(offloaded, windows)
         if offloaded.arriving is not None:
@@ -125,7 +125,7 @@ class UploadScheduler:
                         continue
                     if sharer.weights.written_by_others:
                         sharer.notice_external_write(now)
-                    self.apply(sharer, sharer.due(now))
+                    self.apply(sharer, sharer.updates.due(now))
 
     def is_current(self, now: int) -> bool:
         """Whether no update is due after ``now`` steps; False also where that is unknown."""
@@ -149,20 +149,20 @@ class UploadScheduler:
             # The weights of a loaded state may come after it, unless it was flushed into those that were there.
             if not offloaded.weights.unverified or offloaded.weights.flushed_at_load:
                 offloaded.notice_external_write(now)
-            self.apply(offloaded, offloaded.due(now))
+            self.apply(offloaded, offloaded.updates.due(now))
             offloaded.receive_weights()
         if only is None:
             self._current_at = now  # an update becomes due only when a step ends
 
     def _check_readable(self, offloaded: OffloadedParam, now: int) -> None:
         """Raise RuntimeError if an update is due of a parameter with another dtype, shape or device than planned."""
-        if offloaded.due(now):
+        if offloaded.updates.due(now):
             self._registry.check_unchanged([offloaded.plan.index])
 
     def apply(self, offloaded: OffloadedParam, windows: int) -> None:
         """Make the updates of the ``windows`` oldest flushed update windows visible, waiting for them."""
         for _ in range(windows):
-            if offloaded.apply_next().selection is not None:
+            if offloaded.updates.apply_next().selection is not None:
                 self.selections += 1
                 self._recorder.mark("select", param=offloaded.plan.name)
 
@@ -171,7 +171,7 @@ class UploadScheduler:
         for offloaded in self.by_deadline():
             offloaded.receive_weights()
             offloaded.weights.guard.allow()
-            windows = offloaded.due(now)
+            windows = offloaded.updates.due(now)
             if windows and not offloaded.weights.written_by_others:
                 with suppress(RuntimeError):  # failed work raises at the next step; loading may be the way out of it
                     self.apply(offloaded, windows)
@@ -200,7 +200,7 @@ class UploadScheduler:
         for offloaded in self.by_deadline():
             try:
                 if self._registry.changed(offloaded.plan.index):  # moved or resized: not the weights of its updates
-                    if offloaded.due(now):
+                    if offloaded.updates.due(now):
                         lost.append(
                             LostUpdateError(
                                 f"{offloaded.plan.name} was moved to another dtype, device or shape while an update of "
@@ -212,7 +212,7 @@ class UploadScheduler:
                         changed.append(offloaded.plan.name)
                     offloaded.abandon()
                     continue
-                offloaded.raise_if_partially_applied()
+                offloaded.updates.raise_if_partially_applied()
                 # Weights written since the last step stay: the update window's gradients belong to the old ones.
                 try:
                     was_written = offloaded.notice_external_write(now) or offloaded.plan.index in written
@@ -224,11 +224,11 @@ class UploadScheduler:
                         dropped.append(offloaded.plan.name)
                 elif flush:
                     eps = self._registry.eps(offloaded.plan.index)
-                    window = offloaded.flush(at=now, eps=eps, selection=None, promptly=True)
+                    window = offloaded.updates.flush(at=now, eps=eps, selection=None, promptly=True)
                     if window is not None:
                         self._registry.transport.workers.submit(window.job)
                 offloaded.receive_weights()
-                self.apply(offloaded, offloaded.due(now + 1 + offloaded.plan.staleness))
+                self.apply(offloaded, offloaded.updates.due(now + 1 + offloaded.plan.staleness))
             except Exception as error:
                 errors.append(error)
         for offloaded in self._registry.offloaded.values():  # no thread may have waited for a job that a stream awaited
@@ -270,9 +270,9 @@ class UploadScheduler:
             in_flight.pop()
         free = self._registry.transport.up_ring.free
         for offloaded in reversed(in_flight):
-            if offloaded.upload is not None:
+            if offloaded.updates.upload is not None:
                 continue
             if free < 2:  # the last buffer is for the parameter that is needed now
                 return
-            if offloaded.due(now):
-                free -= offloaded.start_upload()
+            if offloaded.updates.due(now):
+                free -= offloaded.updates.start_upload()

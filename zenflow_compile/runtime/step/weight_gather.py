@@ -175,7 +175,7 @@ class WeightGather:
                 else:
                     slices = self._selected[plan.index][part]
                     target.index_copy_(0, slices, block(rows[part], offset, plan, len(slices)))
-            offloaded.merged = False
+            offloaded.updates.merged = False
         bump_versions([each.param for each in members], [each.weights.counter for each in members])
         if self._streams is not None:
             event = self._streams.event()
