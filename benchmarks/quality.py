@@ -4,6 +4,7 @@
     python -m benchmarks quality --minutes 30         as many of them as begin within so many minutes
     python -m benchmarks quality --task reviews --rule AdamW --rule "zenflow, S = 4"
     python -m benchmarks quality --device cuda --seed 0 --out some.json
+    .venv-deepspeed/bin/python -m benchmarks quality  DeepSpeed's ZenFlow on the runs of seed 0
     python -m benchmarks quality --table --page       runs nothing; prints what is known, and writes it into the page
 
 SmolLM2-135M (see ``examples.pretrained``) is fine-tuned on two tasks: on movie reviews as in ``examples.classify``, and
@@ -17,6 +18,7 @@ normal approximation, and by seed, with Student's.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import statistics
@@ -44,9 +46,10 @@ from examples.language_model import load
 from examples.pretrained import MODEL, REVIEWS, fetch
 from examples.reviews import Reviews
 
-REFERENCE, EXACT = "AdamW", "zero_offload"
+REFERENCE, FASTER, EXACT = "AdamW", "AdamW at twice the rate", "zero_offload"
 RULES: dict[str, dict[str, Any]] = {
     REFERENCE: {},
+    FASTER: {},
     EXACT: {"policy": "zero_offload"},
     "zenflow, S = 4": {"update_interval": 4},
     "zenflow, S = 8": {"update_interval": 8},
@@ -58,7 +61,9 @@ RULES: dict[str, dict[str, Any]] = {
     "zenflow, S = 4, summed gradients": {"update_interval": 4, "gradient_transfer": "mean"},
     "zenflow, S = 4, int8 gradients": {"update_interval": 4, "gradient_transfer": "int8"},
 }
-"""Options of ``ZenFlowAdamW`` by rule."""
+"""Options of ``ZenFlowAdamW`` by rule; the first two are AdamW's."""
+DEEPSPEED = "DeepSpeed's ZenFlow, S = 4"
+"""A rule of DeepSpeed's environment, see ``make deepspeed``, which trains under no other one."""
 
 PAGE = ROOT / "docs" / "quality.md"
 ON_ALL_SEEDS = (REFERENCE, *[rule for rule in RULES if rule.startswith("zenflow")][:3])
@@ -180,17 +185,7 @@ class Run:
         device = torch.device(self.device)
         model.to(device)
         task = TASKS[self.task](tokenizer, self.seed, None if self.data is None else Path(self.data), device)
-        optimizer: Any
-        if self.rule == REFERENCE:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
-            compiled = torch.compile(model, backend="inductor" if self.inner == "inductor" else "aot_eager")
-        else:
-            options = RULES[self.rule]
-            optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
-            compiled = torch.compile(model, backend="zenflow", options={"inner": self.inner})
-        losses, times = fine_tune(compiled, model, task, optimizer, self.steps)
-        if self.rule != REFERENCE:
-            optimizer.close()
+        losses, times = self._train(model, task)
         return asdict(self) | {
             "commit": commit(),
             "train_loss": round(statistics.fmean(losses[-_LAST:]), 5),
@@ -200,6 +195,56 @@ class Run:
             "scores": {name: [round(each, 5) for each in values] for name, values in task.score(model).items()},
         }
 
+    def _train(self, model: PreTrainedModel, task: Task) -> tuple[list[float], list[float]]:
+        """The loss of each step, and its seconds."""
+        if self.rule == DEEPSPEED:
+            return fine_tune_with_deepspeed(model, task, self)
+        optimizer: Any
+        resident = self.rule in (REFERENCE, FASTER)
+        if resident:
+            lr = 2 * LR if self.rule == FASTER else LR
+            optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=WEIGHT_DECAY)
+            compiled = torch.compile(model, backend="inductor" if self.inner == "inductor" else "aot_eager")
+        else:
+            options = RULES[self.rule]
+            optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+            compiled = torch.compile(model, backend="zenflow", options={"inner": self.inner})
+        found = fine_tune(compiled, model, task, optimizer, self.steps)
+        if not resident:
+            optimizer.close()
+        return found
+
+
+def fine_tune_with_deepspeed(model: PreTrainedModel, task: Task, run: Run) -> tuple[list[float], list[float]]:
+    """As ``fine_tune``, by an engine of DeepSpeed, which clips and steps by itself.
+
+    Its windows count as accumulated gradients, by which it would change a scheduler's rate once per window: the rate is
+    set at each step instead.
+    """
+    from benchmarks.systems import deepspeed_system
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+        "zero_optimization": deepspeed_system.zero_optimization(run.device, windows=(0.1, 4)),
+        "gradient_clipping": MAX_NORM,
+    }
+    engine = deepspeed_system.initialize(model, config, device=run.device, alone=True)
+    if run.inner == "inductor":
+        engine.compile()
+    losses, times = [], []
+    for step in range(run.steps):
+        since = time.perf_counter()
+        for group in engine.optimizer.param_groups:
+            group["lr"] = LR * rate(step, run.steps)
+        loss = task.loss(engine, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - since)
+    deepspeed_system.end()
+    return losses, times
+
 
 def runs(**settings: Any) -> list[Run]:
     """All runs, those of the first seed first; ``settings``: other attributes of ``Run``."""
@@ -207,7 +252,7 @@ def runs(**settings: Any) -> list[Run]:
         Run(task, rule, seed, **settings)
         for seed in range(SEEDS)
         for task in TASKS
-        for rule in RULES
+        for rule in (*RULES, DEEPSPEED)
         if seed == 0 or rule in ON_ALL_SEEDS
     ]
     return sorted(found, key=lambda run: (run.rule not in ON_ALL_SEEDS, run.seed))
@@ -245,7 +290,7 @@ def table(rows: Sequence[dict[str, Any]], task: str, measure: str, where: str) -
     for heading in ("seeds", "mean", "less AdamW", "95% over items", "over seeds"):
         made.add_column(heading, justify="right")
     scale, form = (100, "{:.2f}%") if measure == "accuracy" else (1, "{:.4f}")
-    for rule in RULES:
+    for rule in (*RULES, DEEPSPEED):
         mine = [row for (name, seed), row in found.items() if name == rule and (REFERENCE, seed) in found]
         if not mine:
             continue
@@ -313,7 +358,7 @@ def check_run_options(parser: argparse.ArgumentParser, given: argparse.Namespace
 def main(arguments: Sequence[str] | None = None) -> int:
     """Perform what has no result yet, and print the tables."""
     parser = option_parser("quality", __doc__)
-    parser.add_argument("--rule", choices=tuple(RULES), action="append", help="only this one")
+    parser.add_argument("--rule", choices=(*RULES, DEEPSPEED), action="append", help="only this one")
     parser.add_argument("--seed", type=int, choices=range(SEEDS), action="append", help="only this one")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="begin no run later than that")
     add_run_options(parser, STEPS)
@@ -323,12 +368,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.steps < 1 or not given.minutes >= 0:
         parser.error(f"--steps={given.steps} must be at least 1, and --minutes={given.minutes} at least 0")
     path = given.out or RESULTS / "quality.json"
+    with_deepspeed = importlib.util.find_spec("deepspeed") is not None
     console, begin = Console(), time.monotonic()
     rows = known(path)
     settings = {name: getattr(given, name) for name in ("steps", "inner", "model", "data")}
     for run in [] if given.table else runs(**settings, device=given.device):
-        chosen = run.task in (given.task or TASKS) and run.rule in (given.rule or RULES)
-        chosen = chosen and run.seed in (given.seed or range(SEEDS))
+        chosen = run.task in (given.task or TASKS) and run.rule in (given.rule or (*RULES, DEEPSPEED))
+        chosen = chosen and run.seed in (given.seed or range(SEEDS)) and (run.rule == DEEPSPEED) == with_deepspeed
         if not chosen or any(asdict(run).items() <= row.items() for row in rows):
             continue
         if time.monotonic() - begin > 60 * given.minutes:

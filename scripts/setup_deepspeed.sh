@@ -12,7 +12,7 @@
 #                      CUDA build of torch that the interpreter has is used (--system-site-packages)
 #   TORCH_VERSION      PyTorch to install otherwise (default: 2.13.0)
 #   TORCH_INDEX_URL    index to take PyTorch from, for example PyTorch's own CPU wheel index
-#   DEEPSPEED_VERSION  (default: 0.19.*)
+#   DEEPSPEED_VERSION  (default: 0.19.6; 0.19.7 and 0.19.8 scramble the model's weights under ZenFlow)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -59,7 +59,9 @@ say "installing DeepSpeed for $(cat "$venv/torch-constraint.txt")"
 # Without build isolation DeepSpeed's setup.py sees the installed torch, but needs its build tools installed.
 "$python" -m pip install --quiet setuptools wheel ninja numpy py-cpuinfo
 DS_BUILD_OPS=0 "$python" -m pip install --quiet --no-build-isolation --constraint "$venv/torch-constraint.txt" \
-    "deepspeed==${DEEPSPEED_VERSION:-0.19.*}"
-# The benchmarks import psutil, and transformers for models such as that of `peers --model qwen2.5-3b`.
-"$python" -m pip install --quiet --constraint "$venv/torch-constraint.txt" psutil 'transformers>=5,<6'
+    "deepspeed==${DEEPSPEED_VERSION:-0.19.6}"
+# The benchmarks import psutil, transformers for models such as that of `peers --model qwen2.5-3b`, and for `quality`
+# what reads a GGUF file and prints tables.
+"$python" -m pip install --quiet --constraint "$venv/torch-constraint.txt" psutil 'transformers>=5,<6' \
+    accelerate gguf rich
 "$python" -c 'import deepspeed; print("deepspeed", deepspeed.__version__)'

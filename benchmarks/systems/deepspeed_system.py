@@ -31,48 +31,69 @@ SELECT_INTERVAL = 16
 """Steps between re-selections; the same number as ours. DeepSpeed's default selects once."""
 
 
-def configuration(case: Case, rows: int) -> dict[str, Any]:
-    """The DeepSpeed file of ``case``."""
+def zero_optimization(device: str, windows: tuple[float, int] | None) -> dict[str, Any]:
+    """ZeRO-Offload's options, and ZenFlow's if there are update ``windows``: top-k ratio and steps of one."""
     zero: dict[str, Any] = {
         "stage": 2,
-        "offload_optimizer": {"device": "cpu", "pin_memory": case.device == "cuda"},
-        "overlap_comm": case.device == "cuda",
+        "offload_optimizer": {"device": "cpu", "pin_memory": device == "cuda"},
+        "overlap_comm": device == "cuda",
     }
-    if case.system == "deepspeed_zenflow":
+    if windows is not None:
+        topk_ratio, update_interval = windows
         zero["zenflow"] = {
-            "topk_ratio": case.topk_ratio,
+            "topk_ratio": topk_ratio,
             "select_strategy": "step",
-            "select_interval": max(SELECT_INTERVAL, case.update_interval),
-            "update_interval": case.update_interval,
+            "select_interval": max(SELECT_INTERVAL, update_interval),
+            "update_interval": update_interval,
             "full_warm_up_rounds": 0,
             "overlap_step": True,
         }
+    return zero
+
+
+def configuration(case: Case, rows: int) -> dict[str, Any]:
+    """The DeepSpeed file of ``case``."""
+    windows = (case.topk_ratio, case.update_interval) if case.system == "deepspeed_zenflow" else None
     adam = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY}
     return {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": zero,
+        "zero_optimization": zero_optimization(case.device, windows),
         "bf16": {"enabled": case.dtype == "bf16"},
         "gradient_clipping": case.clip or 0.0,
     }
+
+
+def initialize(model: nn.Module, config: dict[str, Any], *, device: str, alone: bool) -> Any:
+    """A ``deepspeed.initialize`` engine; ``alone``: its process is the only rank.
+
+    Raises:
+        RuntimeError: DeepSpeed has changed the weights, as 0.19.7 and 0.19.8 do under ZenFlow: they lay matrices out
+            transposed in one buffer, and view it as if they were not.
+    """
+    beside_python = str(Path(sys.executable).parent)  # where ninja is
+    os.environ["PATH"] = f"{beside_python}{os.pathsep}{os.environ['PATH']}"
+    if alone:
+        os.environ.update(rank_environment())
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    sample = [(param, param.detach().reshape(-1)[:64].to("cpu", copy=True)) for param in model.parameters()]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for param, before in sample:
+        if not torch.equal(param.detach().reshape(-1)[:64].to("cpu", before.dtype), before):
+            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} has changed the weights at its initialization")
+    return engine
 
 
 class DeepSpeed:
     """A ``deepspeed.initialize`` engine, its module compiled."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
-        beside_python = str(Path(sys.executable).parent)  # where ninja is
-        os.environ["PATH"] = f"{beside_python}{os.pathsep}{os.environ['PATH']}"
-        if case.ranks == 1:
-            os.environ.update(rank_environment())
-        if case.device == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed
-
-        self._engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=configuration(case, case.workload().rows)
-        )
+        config = configuration(case, case.workload().rows)
+        self._engine = initialize(model, config, device=case.device, alone=case.ranks == 1)
         if case.inner != "eager":
             self._engine.compile(backend=case.inner, compile_kwargs={"dynamic": False})
 
@@ -88,9 +109,14 @@ class DeepSpeed:
         return {"resident_share": 0.0, "training_cores": sorted(os.sched_getaffinity(0))}
 
     def close(self) -> None:
-        """End ZenFlow's optimizer process, which DeepSpeed leaves running, and the process group."""
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.terminate()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        """See ``end``."""
+        end()
+
+
+def end() -> None:
+    """End ZenFlow's optimizer process, which DeepSpeed leaves running, and the process group."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.terminate()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
