@@ -29,7 +29,17 @@ from rich.text import Text
 from torch import Tensor
 
 from benchmarks.common import RESULTS, ROOT, commit, fill, machine, markdown, option_parser, write_results
-from benchmarks.quality import LR, PAGE, TASKS, WEIGHT_DECAY, add_run_options, check_run_options, fine_tune, known
+from benchmarks.quality import (
+    LR,
+    PAGE,
+    TASKS,
+    WEIGHT_DECAY,
+    add_run_options,
+    check_run_options,
+    fine_tune,
+    known,
+    trained_on,
+)
 from examples.language_model import load
 from examples.pretrained import MODEL, fetch
 from examples.report_picture import picture
@@ -154,7 +164,7 @@ def observe(
     ]
     totals = torch.stack([matrix.rows.sum(1) for matrix in found]).sum(0)
     about = {"task": task, "steps": steps, "inner": inner, "model": model, "data": data, "seed": 0, "device": device}
-    about |= {"commit": commit(), "machine": machine(), "losses": [round(loss, 4) for loss in losses]}
+    about |= {"first": FIRST, "commit": commit(), "machine": machine(), "losses": [round(loss, 4) for loss in losses]}
     return [about | {"matrices": [matrix.result(totals) for matrix in found]}]
 
 
@@ -185,7 +195,11 @@ def held(matrices: Iterable[Mapping[str, Any]], measure: str, of: str = "norm") 
 def shares(result: Mapping[str, Any]) -> Table:
     """Which share of the squared norm the top slices hold, by kind of matrix."""
     headings = [f"{side}\n{ratio:.0%}" for side in ("columns", "rows", "longer") for ratio in RATIOS]
-    made = _table(f"{result['task']}: squared gradient norm in the top slices", "matrices", ["of all", *headings])
+    made = _table(
+        f"{_run(result)}: squared gradient norm in the top slices",
+        "matrices",
+        ["of all", *headings],
+    )
     whole = sum(each["norm"] for each in result["matrices"])
     for name, matrices in _by_kind(result).items():
         of_all = sum(each["norm"] for each in matrices) / whole
@@ -202,7 +216,11 @@ def persistence(result: Mapping[str, Any]) -> Table:
     Columns "average" have the index of choices by the moving average.
     """
     headings = [f"{name}\n{ratio:.0%}" for ratio in RATIOS for name in ("hold", "Jaccard", "average")]
-    made = _table(f"{result['task']}: slices of the longer side that were chosen earlier", "chosen", headings)
+    made = _table(
+        f"{_run(result)}: slices of the longer side that were chosen earlier",
+        "chosen",
+        headings,
+    )
     matrices = _of_layers(result)
     for label, measure in (("in the same step", "longer side"), ("by earlier steps' average", "by the average")):
         cells = []
@@ -223,7 +241,11 @@ def persistence(result: Mapping[str, Any]) -> Table:
 def of_updates(result: Mapping[str, Any]) -> Table:
     """Which share of the squared norm of AdamW's update the slices hold."""
     headings = [f"{ratio:.0%}" for ratio in RATIOS]
-    made = _table(f"{result['task']}: squared norm of AdamW's update in the top slices", "chosen by", headings)
+    made = _table(
+        f"{_run(result)}: squared norm of AdamW's update in the top slices",
+        "chosen by",
+        headings,
+    )
     for label, name in (("the update itself", "by itself"), ("the gradients' average", "by the average")):
         cells = [held(_of_layers(result), f"update, {name}, {ratio:.0%}", "update") for ratio in RATIOS]
         made.add_row(label, *(f"{cell:.0%}" for cell in cells))
@@ -235,7 +257,7 @@ def by_layer(result: Mapping[str, Any]) -> Table:
     known_kinds = {kind(each["name"]) for each in result["matrices"]}
     kinds = [name for name in KINDS if name != EMBEDDING and name in known_kinds]
     headings = [name.removesuffix("_proj") for name in kinds]
-    made = _table(f"{result['task']}: top 10% of the longer side", "layer", headings)
+    made = _table(f"{_run(result)}: top 10% of the longer side", "layer", headings)
     found = {(layer(each["name"]), kind(each["name"])): each for each in result["matrices"]}
     for number in sorted({number for number, _ in found if number is not None}):
         cells = []
@@ -249,6 +271,10 @@ def by_layer(result: Mapping[str, Any]) -> Table:
 
 
 TABLES: tuple[Callable[[Mapping[str, Any]], Table], ...] = (shares, persistence, of_updates)
+
+
+def _run(result: Mapping[str, Any]) -> str:
+    return f"{result['task']}, {trained_on(result)}"
 
 
 def _table(title: str, first: str, others: Sequence[str]) -> Table:

@@ -4,7 +4,7 @@
     python -m benchmarks quality --minutes 30         as many of them as begin within so many minutes
     python -m benchmarks quality --task reviews --rule AdamW --rule "zenflow, S = 4"
     python -m benchmarks quality --device cuda --seed 0 --out some.json
-    .venv-deepspeed/bin/python -m benchmarks quality  DeepSpeed's ZenFlow on the runs of seed 0
+    .venv-deepspeed/bin/python -m benchmarks quality  DeepSpeed's ZenFlow, one run of seed 0 at each call
     python -m benchmarks quality --table --page       runs nothing; prints what is known, and writes it into the page
 
 SmolLM2-135M (see ``examples.pretrained``) is fine-tuned on two tasks: on movie reviews as in ``examples.classify``, and
@@ -186,7 +186,7 @@ class Run:
         model.to(device)
         task = TASKS[self.task](tokenizer, self.seed, None if self.data is None else Path(self.data), device)
         losses, times = self._train(model, task)
-        return asdict(self) | {
+        row = asdict(self) | {
             "commit": commit(),
             "train_loss": round(statistics.fmean(losses[-_LAST:]), 5),
             "step_s": round(statistics.fmean(times[_COMPILING:] or times), 3),
@@ -194,6 +194,11 @@ class Run:
             "machine": machine(),
             "scores": {name: [round(each, 5) for each in values] for name, values in task.score(model).items()},
         }
+        if self.rule == DEEPSPEED:
+            from benchmarks.systems import deepspeed_system
+
+            deepspeed_system.end()
+        return row
 
     def _train(self, model: PreTrainedModel, task: Task) -> tuple[list[float], list[float]]:
         """The loss of each step, and its seconds."""
@@ -219,7 +224,8 @@ def fine_tune_with_deepspeed(model: PreTrainedModel, task: Task, run: Run) -> tu
     """As ``fine_tune``, by an engine of DeepSpeed, which clips and steps by itself.
 
     Its windows count as accumulated gradients, by which it would change a scheduler's rate once per window: the rate is
-    set at each step instead.
+    set at each step instead. It clips the accumulated gradients, and not those of the selected columns; what it has
+    accumulated since the last window is lost at the end. The caller calls ``deepspeed_system.end``.
     """
     from benchmarks.systems import deepspeed_system
 
@@ -237,12 +243,12 @@ def fine_tune_with_deepspeed(model: PreTrainedModel, task: Task, run: Run) -> tu
         since = time.perf_counter()
         for group in engine.optimizer.param_groups:
             group["lr"] = LR * rate(step, run.steps)
+        engine.optimizer._sync_selective_optimizer_lr()  # else only `step` does, after the selected columns' update
         loss = task.loss(engine, step)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
         times.append(time.perf_counter() - since)
-    deepspeed_system.end()
     return losses, times
 
 
@@ -382,6 +388,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(run.perform())
         write_results("quality", rows, out=path)
         console.print(f"{run.task}, {run.rule}, seed {run.seed}: {rows[-1]['seconds']:.0f} s", highlight=False)
+        if with_deepspeed:
+            break  # it trains once in a process
     alike = [row for row in rows if settings.items() <= row.items()]
     for each in tables(alike):
         console.print(each)

@@ -1,12 +1,13 @@
 """DeepSpeed's ZeRO-Offload and ZenFlow; runs in DeepSpeed's virtual environment.
 
-Nothing of DeepSpeed is changed. What its version 0.19.8 needs to run alone, on the CPU too:
+Nothing of DeepSpeed is changed. What its version 0.19.6 needs to run alone, on the CPU too:
 
 * ``DS_ACCELERATOR=cpu`` where there is no GPU, and the five variables of a process group of one rank (gloo, or nccl).
 * ninja on ``PATH``: ``cpu_adam`` and, on the CPU, ``deepspeed_shm_comm`` compile themselves at first use.
 * ZenFlow starts its optimizer process by *spawn* at the first window's end, so the main module must be importable
   without side effects; it pins that process and its own to halves of the cores then (``pt_reserved_cores_perc``). It
   never ends the process: ``close`` does.
+* The first process group is kept in a variable of DeepSpeed's, also after ``end``: a process trains once.
 * ZenFlow sets ``gradient_accumulation_steps`` to ``update_interval`` by itself, and wants ``step()`` after every
   backward.
 """

@@ -103,7 +103,7 @@ def test_results_of_other_settings_stay(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["--table", "--steps", "150", "--out", str(out)]) == 0
     assert capsys.readouterr().out == ""
     assert main(["--table", "--out", str(out)]) == 0
-    assert "reviews: squared gradient norm" in capsys.readouterr().out
+    assert "reviews, AMD EPYC: squared gradient norm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_interrupted_gradient_copy_loses_no_buffer() -> None:
         training.backward(3)
         training.optimizer.zero_grad()
 
-    functions = {"_split", "copy_to_host", "discard", "_release_parts", "next_free", "view", "_wait_on_device"}
+    functions = {"_split", "copy_to_host", "discard", "_release_parts", "next_free", "view", "wait_on_device"}
     assert every_point(backward, functions, discard) > 10
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights()
     assert_same(training.run(3, 4).weights(), expected)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.trajectories import Trajectory, each_member, largest_difference, plain_adamw, train
 from tests.support.zoo import BY_NAME, Member
-from zenflow_compile.runtime.parameters import flushed_updates
+from zenflow_compile.runtime.parameters import state_exchange
 from zenflow_compile.runtime.parameters.device_state import exchange_rows
 from zenflow_compile.runtime.state_forms import StateRows
 
@@ -147,7 +147,7 @@ def with_moments_reset(device_side: StateRows, host_side: StateRows, device_rows
 @pytest.mark.parametrize("inner", ["eager", None])
 def test_control_reset_moments_differ(member: Member, inner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is a control: one injected error changes weights by orders of magnitude more than rounding."""
-    monkeypatch.setattr(flushed_updates, "exchange_rows", with_moments_reset)
+    monkeypatch.setattr(state_exchange, "exchange_rows", with_moments_reset)
     run = train(member, inner, 40, topk_ratio=0.2, **RESELECTING)
     assert run.moved_slices > 10
     assert largest_difference(run, plain_adamw(member, inner, 40), member) > 1e-3

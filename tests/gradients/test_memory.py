@@ -145,7 +145,8 @@ class Made:
         assert len(offloaded) == 2
         self.expected = [each.gradient.record.read().clone() for each in offloaded if each.gradient.record is not None]
         self.records = [weakref.ref(each.gradient.record) for each in offloaded if each.gradient.record is not None]
-        self.others = [weakref.ref(each) for each in (engine, model, *model.parameters(), *offloaded)]
+        stages = [stage for each in offloaded for stage in (each, each.gradient, each.updates)]
+        self.others = [weakref.ref(each) for each in (engine, model, *model.parameters(), *stages)]
         self.kept = way(model, optimizer)
 
     @property

@@ -398,7 +398,7 @@ def test_exchange_waits_for_the_jobs_before_it() -> None:
         held = sides.host.last_job = HeldJob(made.workers, deadline=7)
         sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
         (job,) = sides.host.exchanges
-        assert sides.host.unfinished_job is job
+        assert sides.host.last_job is job
         assert job.deadline == held.deadline  # not before it in the queue of the workers
         time.sleep(0.02)  # in which a job that does not wait would run
         assert not job.is_set
@@ -406,7 +406,7 @@ def test_exchange_waits_for_the_jobs_before_it() -> None:
         held.gate.set()
         made.exchange.finish()
         assert job.is_set
-        assert sides.host.unfinished_job is None
+        assert job.succeeded
         assert not any(torch.equal(a, b) for a, b in zip(sides.bits(), before, strict=True))
 
 

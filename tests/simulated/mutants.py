@@ -119,7 +119,7 @@ MUTANTS = {
         Case("summed", model="gpt", delays="D2H last"),
     ),
     "split into a buffer that is being copied": without(
-        GRADIENT + "IncomingGradient._split", "self.transport.wait_on_device(reader, self.plan.name)",
+        GRADIENT + "IncomingGradient._room_for_deferred", "self.transport.wait_on_device(reader, self.plan.name)",
         Case("exact", delays="D2H last"),
     ),
     "ring buffer without its reader": without(
@@ -138,7 +138,7 @@ MUTANTS = {
         Case("windows", delays="D2H last"), "[]",
     ),
     "job before the one ahead of it": without(
-        HOST + "prepare", "before = self.unfinished_job",
+        HOST + "prepare", "before = self.last_job",
         Case("late every step", delays="jobs last"), "before = None",
     ),
     "gradient over an update that no forward has read": without(
@@ -175,7 +175,7 @@ MUTANTS = {
         EXCHANGE + "_finish_oldest", "chunk.ticket.wait_on_device()", Case("reselect often", delays="H2D last")
     ),
     "step before the exchange": without(
-        "engine:Engine.arrange", "settle=present(exchange and exchange.finish)",
+        "engine:Engine.arrange", "settle=present(exchange.overlaps and exchange.finish)",
         Case("reselect often", delays="H2D last"), "settle=()"
     ),
     "exchange before the rows are on the host": without(

@@ -94,7 +94,8 @@ class Engine(StepRunner):
                 begin_backward=present(
                     *features("begin_backward"),  # first: the others' work is not the forward's
                     phase("backward"),
-                    exchange and exchange.start_uploads,  # after the forward, whose weights come through the same lane
+                    # After the forward, whose weights come through the same lane.
+                    exchange.overlaps and exchange.start_uploads,
                     streamed and streamed.prefetch,
                 ),
                 gradients=present(*enter, streamed and streamed.prefetch),
@@ -111,7 +112,7 @@ class Engine(StepRunner):
                     phase("update"),
                 ),
                 final=features("final"),
-                settle=present(exchange and exchange.finish),
+                settle=present(exchange.overlaps and exchange.finish),
                 end_step=present(
                     run_ahead and run_ahead.end_step,
                     *features("end_step"),  # before the profiler's own work

@@ -115,7 +115,7 @@ class StepRunner(OptimizerRuntime):
             self._keep_fitting(fitting)
         for offloaded in to_take:
             if not (self.in_backward and offloaded.gradient.state is GradientState.CONSUMED):
-                offloaded.gradient.take_from_grad(announced=offloaded.uses > 0)
+                offloaded.gradient.take_from_grad(used=offloaded.uses > 0)
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.device, limit, self.calls)
         self.registry.finish_factors()

@@ -41,7 +41,7 @@ from zenflow_compile.runtime.nvme.state_file import ScratchFiles
 from zenflow_compile.runtime.parameters.capacity import nvme_cache_bytes, worker_cores
 from zenflow_compile.runtime.parameters.given_back_memory import DeviceMemory
 from zenflow_compile.runtime.parameters.host_state import HostState
-from zenflow_compile.runtime.parameters.state_exchange import StateExchange
+from zenflow_compile.runtime.parameters.state_exchange import ImmediateExchange, StateExchange
 from zenflow_compile.runtime.parameters.transport import StreamOrder, Transport
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import State
@@ -107,13 +107,18 @@ class EngineMemory:
         cores = worker_cores(options, device)
         self._device = device_of(device)
         to_host, to_device = make_lane("D2H", self._device, recorder), make_lane("H2D", self._device, recorder)
+        workers = Workers(len(cores), recorder, cores)
+        exchange: ImmediateExchange | StateExchange = ImmediateExchange(recorder)
+        if self._device.streams is not None:
+            exchange = StateExchange(to_host, to_device, workers, recorder, self._device)
         self.transport = Transport(
             to_host=to_host,
             to_device=to_device,
             down_ring=StagingRing(GRADIENT_RING, 0, device),
             up_ring=StagingRing(UPLOAD_RING, 0, device),
-            workers=Workers(len(cores), recorder, cores),
+            workers=workers,
             recorder=recorder,
+            exchange=exchange,
             device_memory=DeviceMemory(self._device, to_host, to_device, recorder),
             order=None if self._device.streams is None else StreamOrder(self._device.streams),
         )
@@ -121,10 +126,6 @@ class EngineMemory:
             warn_once(
                 "the system does not let threads choose their cores (sched_setaffinity). Training is as correct, but "
                 "host updates are slower where threads move between cores or NUMA nodes"
-            )
-        if self._device.streams is not None:
-            self.transport.exchange = StateExchange(
-                self.transport.to_host, self.transport.to_device, self.transport.workers, recorder, self._device
             )
         self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
         self.kernels: dict[tuple[torch.dtype, torch.dtype, int], HostAdam] = {}
@@ -185,8 +186,7 @@ class EngineMemory:
         # A pending gradient is not copied through the ring.
         copied = [param.upload_bytes for param in staged if not param.keeps_gradient]
         self.transport.down_ring.fit(max(copied, default=0))
-        if self.transport.exchange is not None:
-            self.transport.exchange.fit(plan.exchange_buffer_bytes)
+        self.transport.exchange.fit(plan.exchange_buffer_bytes)
         self.streamed.fit(subgroups)
         self._start_threads(on_host, streams_state=bool(subgroups))
         return Allocated(arena, hosts, subgroups)
@@ -270,22 +270,20 @@ class EngineMemory:
     @property
     def staging_bytes(self) -> int:
         """Device bytes of the staging rings, and of buffers for state that changes sides."""
-        exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
-        return self.transport.down_ring.nbytes + self.transport.up_ring.nbytes + exchange
+        transport = self.transport
+        return transport.down_ring.nbytes + transport.up_ring.nbytes + transport.exchange.nbytes
 
     @property
     def host_bytes(self) -> int:
-        exchange = 0 if self.transport.exchange is None else self.transport.exchange.nbytes
         files = sum(cache.nbytes for cache in self.transport.caches if cache is not None)
         memory = self.transport.device_memory.host_bytes
-        return sum(arena.total_bytes for arena in self._arenas) + exchange + files + memory
+        return sum(arena.total_bytes for arena in self._arenas) + self.transport.exchange.nbytes + files + memory
 
     def list_memory(self, found: MemoryList) -> None:
         """Add the device's memory of rings, buffers and streamed state; no exchange may be in flight."""
         self.transport.down_ring.list_memory(found)
         self.transport.up_ring.list_memory(found)
-        if self.transport.exchange is not None:
-            self.transport.exchange.list_memory(found)
+        self.transport.exchange.list_memory(found)
         self.streamed.list_memory(found)
 
     def runs(self, thread: threading.Thread) -> bool:
@@ -295,8 +293,7 @@ class EngineMemory:
     def abandon(self) -> None:
         """Wait for state in flight and forget it; take back all buffers of the rings."""
         self.streamed.abandon()
-        if self.transport.exchange is not None:
-            self.transport.exchange.abandon()
+        self.transport.exchange.abandon()
         self.transport.down_ring.settle()
         self.transport.up_ring.settle()
 
@@ -318,8 +315,7 @@ class EngineMemory:
             others.callback(self.transport.device_memory.free)
             for arena in self._arenas:
                 others.callback(arena.close)
-            if self.transport.exchange is not None:
-                others.callback(self.transport.exchange.free)
+            others.callback(self.transport.exchange.free)
             self._close_files()
 
     def _close_files(self) -> None:

@@ -7,18 +7,14 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zenflow_compile.runtime.device.copy_lanes import CopyError, Ticket
-from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.staging_ring import StagingBuffer
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.selection import Reselection, Selection, Wanted, reselect
-from zenflow_compile.runtime.host.state_store import UploadBuffer
+from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, reselect
 from zenflow_compile.runtime.ops import annotated
-from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
+from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
@@ -72,8 +68,7 @@ class FlushedUpdates:
             promptly: visible in the next forward, whatever the staleness.
         """
         try:
-            if self.gradient.pending is not None:
-                self.gradient.end_window()
+            self.gradient.end_window()
         except BaseException as error:  # the sum may have been taken, and not all of its gradients be in the window
             self.note_half_done(error)
             raise
@@ -217,7 +212,7 @@ class FlushedUpdates:
 
     def _reselect(self, window: FlushedWindow, wanted: Wanted) -> None:
         self.gradient.leave_parts()
-        device, before, exchange = self.device, self.device.selection, self.transport.exchange
+        device, before = self.device, self.device.selection
         try:
             # Hazard: this may run in another stream than the optimizer step, whose stream owns the memory of both and
             # would reuse it before this stream has read it. The next re-selection drops them: until then the stream of
@@ -230,41 +225,22 @@ class FlushedUpdates:
                 # The masters that change sides are completed by them. No later window is in flight at a re-selection.
                 assert uploads is None or uploads is self.host.newest_upload
                 uploads = self.host.newest_upload
-            if exchange is None:
-                self._exchange_now(change, uploads)
-            else:
-                reads, before_it = None if uploads is None else self.host.applied, self.host.last_job
-                exchange.start(
-                    device, self.host, change,
-                    step=window.flushed_at, deadline=self.deadline, weights=uploads, reads=reads,
-                )  # fmt: skip
-                if uploads is not None and self.host.last_job is not before_it:
-                    self.host.upload_writer = self.host.last_job
+            reads, before_it = None if uploads is None else self.host.applied, self.host.last_job
+            self.transport.exchange.start(
+                device, self.host, change, step=window.flushed_at, deadline=self.deadline, weights=uploads, reads=reads
+            )
+            if uploads is not None and self.host.last_job is not before_it:
+                self.host.upload_writer = self.host.last_job
             device.selection = change.selection
         except BaseException as error:
             self.note_half_done(error)
             raise
         self.gradient.slices_changed(before.deferred, device.selection.deferred)
 
-    def _exchange_now(self, change: Reselection, weights: UploadBuffer | None) -> None:
-        """Move state of slices that change sides in the calling thread, and new masters into ``weights``."""
-        # A job of this parameter may still update the rows that change sides.
-        self.host.wait()
-        if weights is not None and self.host.applied is not None:
-            self.host.applied.settle()  # a load reads the weights
-        begin = time.perf_counter_ns()
-        host_rows = device_of(change.host_rows.device).to_host(change.host_rows, "selection")
-        of_weights = nullcontext() if weights is None else weights.acquire(write=True)
-        with self.host.acquire(write=True) as state, of_weights as rows:
-            host_side = replace(state, weights=rows)
-            moved = exchange_rows(self.device.rows, host_side, change.device_rows, host_rows)
-        self.transport.recorder.moved_state(moved, begin, param=self.plan.name)
-
     def wait_for_state(self) -> None:
         """Wait until no job uses the state; device operators that follow find its device side complete."""
         self.host.wait()
-        if (exchange := self.transport.exchange) is not None:
-            exchange.finish()
+        self.transport.exchange.finish()
 
     def drop_upload(self) -> None:
         """Forget the upload in flight, whose copy has ended then."""
@@ -291,13 +267,7 @@ class FlushedUpdates:
         return dropped
 
     def raise_failures(self) -> None:
-        """Raise the error of the host's work, and of an upload, that has failed by now; does not wait.
-
-        Raises:
-            RuntimeError: see there, or see ``raise_if_partially_applied``.
-        """
-        self.raise_if_partially_applied()
-        self.host.raise_failures()
+        """Raise the error of the upload if it has failed by now."""
         if self.upload is not None and self.upload.ticket.error is not None:
             self.upload.ticket.wait()
 

@@ -338,10 +338,10 @@ class HostState:
         """Bring the state into memory for the next job on it. Returns its deadline, and the jobs that it waits for."""
         # The job before may still run, with staleness or where a stream waits for it: it goes first, both in the queue
         # and in fact.
-        before = self.unfinished_job
-        if before is not None:
-            deadline = max(deadline, before.deadline)
-        after = () if before is None else (before,)
+        before = self.last_job
+        after: tuple[Job, ...] = ()
+        if before is not None and not before.succeeded:  # also behind one that has failed: it fails, too
+            deadline, after = max(deadline, before.deadline), (before,)
         needs = self.store.prepare(step=step, deadline=deadline)
         return deadline, Waits((*after, *needs.after), needs.behind)
 
@@ -361,12 +361,6 @@ class HostState:
             if not self.plan.in_file:  # else the state is elsewhere the next time
                 self._addresses[places] = addresses
         return addresses
-
-    @property
-    def unfinished_job(self) -> Job | None:
-        """The last job, unless it has succeeded: the next one must go behind it, and fails if that one does."""
-        job = self.last_job
-        return None if job is None or job.succeeded else job
 
     def next_flag(self) -> Flag | None:
         """The flag of the next job, which must go behind all others of this state: all raise one counter, in turn."""

@@ -305,8 +305,8 @@ class HostWeight:
             if self._states is None:
                 self._matrix.copy_(buffer.tensor)
             else:
-                device = self._states.device
-                if (exchange := transport.exchange) is not None and exchange.moves(device):
+                device, exchange = self._states.device, transport.exchange
+                if exchange.overlaps and exchange.moves(device):
                     exchange.finish()  # masters of slices that were selected last are on their way
                 selected = device.master.to(self.plan.dtype)
                 column_ops.unsplit_columns(self._matrix, self.plan.dim, device.selection, selected, buffer.tensor)
@@ -545,8 +545,7 @@ class HostWeight:
             return self._whole
         host, device, _ = self._sides
         host.wait()
-        if (exchange := self._transport.exchange) is not None:
-            exchange.finish()
+        self._transport.exchange.finish()
         assert host.applied_upload is not None
         whole = torch.empty(self.plan.shape, dtype=self.plan.dtype, device="cpu")
         read = self._transport.device_memory.read

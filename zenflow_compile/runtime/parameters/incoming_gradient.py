@@ -31,7 +31,7 @@ from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.factors import Factors, multiply_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient, ShownGradient
-from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
+from zenflow_compile.runtime.gradients.pending_gradient import Residual, WindowSum
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.transport import Transport
@@ -58,7 +58,6 @@ class IncomingGradient(ShownGradient):
     Attributes:
         through_autograd: a contribution came through autograd, so code without a fetch reads the weight.
         returned: number of the last backward in which a compiled graph returned its gradient to autograd.
-        pending: sums and compression of the gradients of an update window; None: each gradient is sent as it is.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class IncomingGradient(ShownGradient):
         self.through_autograd = False
         self.returned: int | None = None
         self.accumulate_node = torch_private.accumulate_grad_node(param)
-        self.pending = PendingGradient(plan, param.device, gradients.scales) if plan.keeps_gradient else None
         self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
         self._accumulator: Tensor | None = None
         # Each of the two is the only record of its stage: see [Note: one assignment] in ``staging_ring``.
@@ -223,18 +221,18 @@ class IncomingGradient(ShownGradient):
         record.contributions += 1
         record.norm = None
 
-    def take_from_grad(self, *, announced: bool) -> None:
+    def take_from_grad(self, *, used: bool) -> None:
         """Take the gradient that ``.grad`` shows, for the optimizer step that begins.
 
         A tensor of the user's, a dense gradient and a zeroed one stay in ``.grad``, and the next step uses them again,
         as with any optimizer; the optimizer-in-backward form clears them.
 
         Args:
-            announced: the engine was told of a read of the weight since the last optimizer step.
+            used: the engine was told of a read of the weight since the last optimizer step.
         """
         record = self.look()
         if record is None and (grad := self._grad_of_user()) is not None:
-            self.through_autograd = self.through_autograd or not announced
+            self.through_autograd = self.through_autograd or not used
             values = grad._record.read() if isinstance(grad, OffloadedGradient) else grad
             record = GradientRecord(self._like, self._me)
             matrix, share = self.matrix_of(values), self.plan.share
@@ -270,21 +268,20 @@ class IncomingGradient(ShownGradient):
         if self._copy is not None or self._staged is not None:
             self._release_parts()  # an interrupt left them, before a record had them
         device = self.device
-        if self.pending is not None:
-            with self.transport.recorder.stall(self.pending.busy, param=self.plan.name):
-                deferred_out = self.pending.new_gradient()
-        elif self._block[0][0]:
-            buffer = self.transport.down_ring.next_free(self._block)
-            if (reader := buffer.read_by) is not None and not reader.done():
-                # The copy out of the buffer must end before the split overwrites it.
-                self.transport.wait_on_device(reader, self.plan.name)
-            deferred_out = buffer.tensor
-            self._staged, buffer.in_use = buffer, True  # see [Note: one assignment] in ``staging_ring``
-        else:
-            deferred_out = device.gradient.new_empty(self._block[0])
         device.norms = column_ops.norms_and_split(
-            matrix, self.plan.dim, device.selection, device.gradient, deferred_out
+            matrix, self.plan.dim, device.selection, device.gradient, self._room_for_deferred()
         )
+
+    def _room_for_deferred(self) -> Tensor:
+        """Memory of the device for the deferred slices, until they are copied."""
+        if not self._block[0][0]:
+            return self.device.gradient.new_empty(self._block[0])
+        buffer = self.transport.down_ring.next_free(self._block)
+        if (reader := buffer.read_by) is not None and not reader.done():
+            # The copy out of the buffer must end before the split overwrites it.
+            self.transport.wait_on_device(reader, self.plan.name)
+        self._staged, buffer.in_use = buffer, True  # see [Note: one assignment] in ``staging_ring``
+        return buffer.tensor
 
     @property
     def squared_norms(self) -> Tensor:
@@ -324,15 +321,6 @@ class IncomingGradient(ShownGradient):
                     users.jobs.remove(job)
         return index, transport.to_host.submit(host.gradients[index], block, step=step, param=name, users=users)
 
-    def _send_pending(self, pending: PendingGradient, outgoing: Outgoing | None) -> None:
-        """Copy a sum or a compressed gradient into a buffer of the update window, for every gradient in it."""
-        if outgoing is not None:
-            block, coefficients = outgoing
-            index, ticket = self._send(block)
-            pending.sent(block, ticket)
-            for each in coefficients:
-                self.host.open.append(GradientBuffer(index, each, ticket))
-
     def _release_parts(self) -> None:
         """Forget the parts of a gradient. Its buffer was never committed, so the next step's copy uses it again."""
         # The copy may still run: the lane makes the next one into the same gradient buffer behind it. But a small copy
@@ -340,8 +328,6 @@ class IncomingGradient(ShownGradient):
         if self._copy is not None and self.plan.pool is not None:
             self._copy[1].settle()
         self._copy = None
-        if self.pending is not None:
-            self.pending.gradient = None
         if (staged := self._staged) is not None:  # an error came between split and copy
             self._staged, staged.in_use = None, False
 
@@ -349,49 +335,37 @@ class IncomingGradient(ShownGradient):
 
     def commit(self, coefficients: StepCoefficients | None) -> None:
         """Add the final gradient to the update window; None: this step has none of this parameter."""
-        if coefficients is not None:
-            if self._copy is not None:
-                index, ticket = self._copy
-                self.host.open.append(GradientBuffer(index, coefficients, ticket))
-                self._copy = None
-            elif self.pending is not None and self.pending.gradient is not None:
-                self._send_pending(self.pending, self.pending.finalize(coefficients))
+        if coefficients is not None and self._copy is not None:
+            index, ticket = self._copy
+            self.host.open.append(GradientBuffer(index, coefficients, ticket))
+            self._copy = None
         if (record := self.record) is not None:
             record.state = GradientState.CONSUMED
         if self.arrival is not Arrival.IN_PIECES:
             whole = record is not None and record.contributions == 1 and not self.through_autograd
             self.arrival = Arrival.WHOLE if whole else Arrival.UNKNOWN
-        if self._staged is not None or self._copy is not None or self.pending is not None:
+        if self._staged is not None or self._copy is not None:
             self._release_parts()
 
-    # 5. Update window: gradients that are sent as one.
+    # What a gradient that is kept on the device for its update window does besides: see ``KeptGradient``.
 
-    @property
-    def summed(self) -> int:
-        """Number of gradients of the update window in a sum that has not been sent."""
-        window_sum = None if self.pending is None else self.pending.window_sum
-        return 0 if window_sum is None else len(window_sum.coefficients)
+    window_sum: WindowSum | None = None
+    residual: Residual | None = None
 
     def end_window(self) -> None:
-        """Send the sum of the update window, which is flushed, if its gradients are summed."""
-        assert self.pending is not None
-        self._send_pending(self.pending, self.pending.end_window())
+        """Send what the update window, which is flushed, has not sent."""
 
     def drop_window(self) -> int:
-        """Drop that sum, and return how many gradients it had."""
-        return 0 if self.pending is None else self.pending.drop_window()
-
-    # The selection changes.
-
-    def leave_parts(self) -> None:
-        """Rebuild a gradient that is in parts of the selection: of a forward that ran ahead of the step."""
-        if (record := self.record) is not None and record.state is _PARTS:
-            self._rebuild(record)
+        """Drop the gradients of the update window that were not sent, and return their number."""
+        return 0
 
     def slices_changed(self, before: Tensor, now: Tensor) -> None:
         """Other slices are deferred ``now`` than ``before``: i32[deferred], indices on the device."""
-        if self.pending is not None:
-            self.pending.slices_changed(before != now)
+
+    def leave_parts(self) -> None:
+        """Rebuild a gradient that is in parts of a selection that changes: of a forward that ran ahead of the step."""
+        if (record := self.record) is not None and record.state is _PARTS:
+            self._rebuild(record)
 
     # Failures, and memory.
 
@@ -401,7 +375,7 @@ class IncomingGradient(ShownGradient):
             self._copy[1].wait()
 
     def abandon(self) -> None:
-        """Drop the gradient, and what other gradients of the update window are summed in, before a state is loaded."""
+        """Drop the gradient before a state is loaded."""
         if self._copy is not None:
             self._copy[1].settle()  # it would write into a gradient buffer that is loaded next
         if (record := self.record) is not None:
@@ -409,23 +383,17 @@ class IncomingGradient(ShownGradient):
                 record.state = GradientState.DISCARDED
             self.give_up(record)
         self._release_parts()
-        if self.pending is not None:
-            self.pending.abandon()
 
     def list_memory(self, found: MemoryList) -> None:
         """Add the device's memory of gradients. All work in flight must have ended."""
-        if self.pending is not None:
-            self.pending.forget_ended()
-            self.pending.list_memory(found)
         (found.content if self.state is _ON_DEVICE else found.scratch)(self._accumulator)
         if self.record is not None:
             self.record.list_memory(found)
 
     @property
     def nbytes(self) -> int:
-        """Device memory of sums."""
-        accumulator = 0 if self._accumulator is None else self._accumulator.nbytes
-        return accumulator + (0 if self.pending is None else self.pending.nbytes)
+        """Device memory of the sum of contributions."""
+        return 0 if self._accumulator is None else self._accumulator.nbytes
 
     # The dense gradient, for code that needs it.
 
@@ -444,13 +412,15 @@ class IncomingGradient(ShownGradient):
             deferred_in = device_of(target.device).from_host(self.host.gradients[index], "gradient")
         elif self._staged is not None:
             deferred_in = self._staged.tensor
-        elif self.pending is not None and self.pending.gradient is not None:
-            deferred_in = self.pending.gradient
-        elif self.plan.deferred:
-            record.refuse("read")
         else:
-            deferred_in = self.device.gradient.new_empty((0, self.plan.length))
+            deferred_in = self._kept_deferred(record)
         column_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, deferred_in)
+
+    def _kept_deferred(self, record: GradientRecord) -> Tensor:
+        """The deferred slices, of which there is no copy and none begins: there may be none."""
+        if self.plan.deferred:
+            record.refuse("read")
+        return self.device.gradient.new_empty((0, self.plan.length))
 
     def _sum(self) -> Tensor:
         """The contributions so far, or memory for them."""

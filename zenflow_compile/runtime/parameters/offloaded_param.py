@@ -24,6 +24,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.flushed_updates import FlushedUpdates
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
+from zenflow_compile.runtime.parameters.kept_gradient import KeptGradient
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.sharding import LocalShard
@@ -59,7 +60,8 @@ class OffloadedParam:
         self.device = device
         self.transport = transport
         self.weights = Weights(plan, param, counter)
-        self.gradient = IncomingGradient(plan, param, host, device, transport, gradients)
+        kind = KeptGradient if plan.keeps_gradient else IncomingGradient
+        self.gradient = kind(plan, param, host, device, transport, gradients)
         self.updates = FlushedUpdates(host, device, self.weights, self.gradient, transport)
         self.uses = 0
         self.announced = isinstance(param, LocalShard)
@@ -70,7 +72,8 @@ class OffloadedParam:
     @property
     def window_gradients(self) -> int:
         """Number of gradients in the update window, in buffers or as a sum."""
-        return len(self.host.open) + self.gradient.summed
+        window_sum = self.gradient.window_sum
+        return len(self.host.open) + (0 if window_sum is None else len(window_sum.coefficients))
 
     def unapplied(self, now: int) -> int:
         """How many gradients at most a flush after ``now`` steps would apply, held back updates included."""
@@ -164,8 +167,10 @@ class OffloadedParam:
             RuntimeError: a job or a copy failed, or see ``FlushedUpdates.raise_if_partially_applied``; chained to the
                 original error.
         """
-        self.updates.raise_failures()
+        self.updates.raise_if_partially_applied()
+        self.host.raise_failures()
         self.gradient.raise_failures()
+        self.updates.raise_failures()
 
     def abandon(self) -> None:
         """Drop gradients, update windows and uploads, failed ones too, before a state is loaded."""

@@ -171,7 +171,7 @@ class ParamRegistry:
             allocated=len(self.params),
             freed=freed,
             caches=CacheBytes(*(0 if each is None else each.nbytes for each in self.transport.caches)),
-            exchanges=self.transport.exchange is not None,
+            exchanges=self.transport.exchange.overlaps,
         )
 
     def index_of(self, param: Tensor) -> int | None:

@@ -16,8 +16,10 @@ come back as they went.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -27,12 +29,13 @@ from zenflow_compile.native.library import DTYPES, EXCHANGE, Exchange, HostJob, 
 from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, STATE_TENSORS
 from zenflow_compile.runtime.device.copy_lanes import CopyError, CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Reselection
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.state_store import UploadBuffer
 from zenflow_compile.runtime.host.workers import Bounds, Job, Work, Workers, bounds_of
-from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
@@ -106,6 +109,60 @@ class _Chunk:
     ticket: Ticket | None = None
 
 
+class ImmediateExchange:
+    """Moves rows of state in the calling thread: where the device is the CPU, and copies cost this thread no wait."""
+
+    overlaps: ClassVar[bool] = False
+    nbytes: ClassVar[int] = 0
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def start(
+        self,
+        device: DeviceState,
+        host: HostState,
+        change: Reselection,
+        *,
+        step: int,
+        deadline: int,
+        weights: UploadBuffer | None = None,
+        reads: Ticket | None = None,
+    ) -> None:
+        """Swap rows of ``device`` and ``host``: see ``StateExchange.start``. Waits for all jobs of ``host``."""
+        host.wait()
+        if reads is not None:
+            reads.settle()
+        begin = time.perf_counter_ns()
+        host_rows = device_of(change.host_rows.device).to_host(change.host_rows, "selection")
+        of_weights = nullcontext() if weights is None else weights.acquire(write=True)
+        with host.acquire(write=True) as state, of_weights as rows:
+            moved = exchange_rows(device.rows, replace(state, weights=rows), change.device_rows, host_rows)
+        self._recorder.moved_state(moved, begin, param=device.plan.name)
+
+    def moves(self, device: DeviceState) -> bool:
+        """Whether rows of ``device`` are on their way."""
+        return False
+
+    def fit(self, buffer_bytes: int) -> None:
+        """It needs no buffers."""
+
+    def start_uploads(self) -> None:
+        """Nothing is in flight."""
+
+    def finish(self) -> None:
+        """Nothing is in flight."""
+
+    def abandon(self) -> None:
+        """Nothing is in flight."""
+
+    def free(self) -> None:
+        """It has no memory."""
+
+    def list_memory(self, found: MemoryList) -> None:
+        """It has no memory."""
+
+
 @dataclass(eq=False)
 class StateExchange:
     """Moves rows of state between the sides; see [Note: exchange].
@@ -113,6 +170,8 @@ class StateExchange:
     A few buffers take turns, so that memory is bounded: an exchange that finds none free makes the device wait for the
     oldest one.
     """
+
+    overlaps: ClassVar[bool] = True
 
     _to_host: CopyLane
     _to_device: CopyLane

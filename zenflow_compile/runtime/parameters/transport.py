@@ -10,7 +10,7 @@ from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.cache import NvmeCache
 from zenflow_compile.runtime.parameters.given_back_memory import DeviceMemory
-from zenflow_compile.runtime.parameters.state_exchange import StateExchange
+from zenflow_compile.runtime.parameters.state_exchange import ImmediateExchange, StateExchange
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline import DeviceEvent
 
@@ -67,7 +67,7 @@ class Transport:
         up_ring: buffers that uploads arrive in, until they are merged into the weights.
         device_memory: of the engine, which may be given back: ``bring_back`` before a use.
         order: of calls on several streams; None where operators are complete when they return.
-        exchange: moves state that changes sides; None where the training thread does, because copies cost it no wait.
+        exchange: moves state that changes sides.
         files, weight_files: state, and new weights, in files, each with its own memory: see
             ``planning.file_memory.weight_window_bytes``. None without such.
     """
@@ -79,8 +79,8 @@ class Transport:
     workers: Workers
     recorder: Recorder
     device_memory: DeviceMemory
+    exchange: ImmediateExchange | StateExchange
     order: StreamOrder | None = None
-    exchange: StateExchange | None = None
     files: NvmeCache | None = None
     weight_files: NvmeCache | None = None
     interrupted: bool = False

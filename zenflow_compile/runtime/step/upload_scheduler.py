@@ -90,7 +90,8 @@ class UploadScheduler:
     def refuse_stale_reads(self, now: int) -> None:
         """Have every access to a weight raise until its due update is applied, or its slices of other ranks arrive."""
         for offloaded in self._registry.offloaded.values():
-            if offloaded.arriving is not None or (offloaded.host.flushed and offloaded.updates.due(now)):
+            due = any(window.visible_at <= now for window in offloaded.host.flushed)
+            if offloaded.arriving is not None or due:
                 offloaded.weights.guard.refuse(storage := offloaded.param.untyped_storage(), storage.nbytes())
 
     def allow_reads(self) -> None:
