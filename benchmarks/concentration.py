@@ -49,7 +49,7 @@ PICTURE = ROOT / "docs" / "concentration.svg"
 RATIOS = (0.01, 0.05, 0.1)
 LAGS = (1, 4, 16, 64)
 STEPS = 200
-FIRST = 20 + max(LAGS)  # steps before it only feed the moving average and the choices of earlier steps
+FIRST = 20  # steps before it only feed the moving average
 UPDATES_EVERY = 10  # steps
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
 EMBEDDING = KINDS[-1]
@@ -99,8 +99,8 @@ class Matrix:
     def result(self, totals: Tensor) -> dict[str, Any]:
         """Shares of ``totals``, the squared norms of all gradients by step, and how the chosen slices change."""
 
-        def share(norms: Tensor, chosen: Tensor) -> float:
-            return _rounded(((norms * chosen).sum(1) / totals)[FIRST:].mean().item())
+        def share(norms: Tensor, chosen: Tensor, since: int = FIRST) -> float:
+            return _rounded(((norms * chosen).sum(1) / totals)[since:].mean().item())
 
         sides = {"columns": self.columns, "rows": self.rows, "longer side": self.longer}
         score = averages(self.longer)
@@ -115,7 +115,7 @@ class Matrix:
             for lag in LAGS:
                 late = torch.zeros_like(chosen[ratio])
                 late[lag:] = chosen[ratio][:-lag]
-                row[f"{lag} steps old, {ratio:.0%}"] = share(self.longer, late)
+                row[f"{lag} steps old, {ratio:.0%}"] = share(self.longer, late, FIRST + lag)
                 row[f"Jaccard, {lag} steps, {ratio:.0%}"] = _rounded(jaccard(chosen[ratio][FIRST:], lag))
                 row[f"Jaccard of the average, {lag} steps, {ratio:.0%}"] = _rounded(
                     jaccard(selected[ratio][FIRST:], lag)
@@ -164,7 +164,7 @@ def observe(
     ]
     totals = torch.stack([matrix.rows.sum(1) for matrix in found]).sum(0)
     about = {"task": task, "steps": steps, "inner": inner, "model": model, "data": data, "seed": 0, "device": device}
-    about |= {"first": FIRST, "commit": commit(), "machine": machine(), "losses": [round(loss, 4) for loss in losses]}
+    about |= {"commit": commit(), "machine": machine(), "losses": [round(loss, 4) for loss in losses]}
     return [about | {"matrices": [matrix.result(totals) for matrix in found]}]
 
 
