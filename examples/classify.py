@@ -67,7 +67,7 @@ class Settings:
     """
 
     policy: str = "zenflow"
-    steps: int = 30
+    steps: int = 24
     batch: int = 16
     tokens: int = 48
     lr: float = 2e-5
@@ -77,7 +77,7 @@ class Settings:
     held_out: int = 256
     seed: int = 0
     inner: str = "inductor"
-    save_every: int = 15
+    save_every: int = 12
     live: bool = False
     model: str | None = None
     sentences: str | None = None
