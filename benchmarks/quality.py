@@ -40,6 +40,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import zenflow_compile as zf
 from benchmarks.common import RESULTS, ROOT, commit, fill, machine, markdown, option_parser, write_results
+from benchmarks.systems import deepspeed_system
 from examples.classify import held_out_scores, next_logits, rate
 from examples.finetune_lm import Sequences, read_text
 from examples.language_model import load
@@ -195,8 +196,6 @@ class Run:
             "scores": {name: [round(each, 5) for each in values] for name, values in task.score(model).items()},
         }
         if self.rule == DEEPSPEED:
-            from benchmarks.systems import deepspeed_system
-
             deepspeed_system.end()
         return row
 
@@ -227,8 +226,6 @@ def fine_tune_with_deepspeed(model: PreTrainedModel, task: Task, run: Run) -> tu
     set at each step instead. It clips the accumulated gradients, and not those of the selected columns; what it has
     accumulated since the last window is lost at the end. The caller calls ``deepspeed_system.end``.
     """
-    from benchmarks.systems import deepspeed_system
-
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},

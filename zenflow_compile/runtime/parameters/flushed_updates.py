@@ -243,13 +243,13 @@ class FlushedUpdates:
         self.transport.exchange.finish()
 
     def drop_upload(self) -> None:
-        """Forget the upload in flight, whose copy has ended then."""
+        """Wait for the copy of the upload in flight, and forget the upload."""
         if (upload := self.upload) is not None:
             # Before the buffer is free: the copy may still write it.
             upload.ticket.settle()
             self.upload, upload.buffer.in_use = None, False
 
-    # Failures.
+    # Dropped updates, and failures.
 
     def drop(self) -> bool:
         """Drop the updates in flight, but let the selection follow them. Returns whether there were any."""
@@ -290,10 +290,10 @@ class FlushedUpdates:
             ) from self._partially_applied
 
     def forget_failure(self) -> None:
-        """A state is loaded, which completes what was half done."""
+        """Forget what was half done: a state is loaded, which replaces it."""
         self._partially_applied = None
 
     def forget_ended(self) -> None:
-        """All work in flight has ended: keep nothing alive for it."""
+        """Forget what only work in flight needs. All of it has ended."""
         self.host.forget_ended()
         self._kept = None

@@ -82,6 +82,7 @@ class IncomingGradient(ShownGradient):
         # Each of the two is the only record of its stage: see [Note: one assignment] in ``staging_ring``.
         self._staged: StagingBuffer | None = None  # split, and its copy has not started
         self._copy: tuple[int, Ticket] | None = None  # index of a gradient buffer, and the copy into it
+        self._allocate()
 
     # 1. Receive.
 
@@ -352,6 +353,9 @@ class IncomingGradient(ShownGradient):
     window_sum: WindowSum | None = None
     residual: Residual | None = None
 
+    def _allocate(self) -> None:
+        """Allocate what it keeps on the device for its window."""
+
     def end_window(self) -> None:
         """Send what the update window, which is flushed, has not sent."""
 
@@ -361,11 +365,6 @@ class IncomingGradient(ShownGradient):
 
     def slices_changed(self, before: Tensor, now: Tensor) -> None:
         """Other slices are deferred ``now`` than ``before``: i32[deferred], indices on the device."""
-
-    def leave_parts(self) -> None:
-        """Rebuild a gradient that is in parts of a selection that changes: of a forward that ran ahead of the step."""
-        if (record := self.record) is not None and record.state is _PARTS:
-            self._rebuild(record)
 
     # Failures, and memory.
 
@@ -397,6 +396,11 @@ class IncomingGradient(ShownGradient):
 
     # The dense gradient, for code that needs it.
 
+    def leave_parts(self) -> None:
+        """Rebuild a gradient that is in parts of a selection that changes: of a forward that ran ahead of the step."""
+        if (record := self.record) is not None and record.state is _PARTS:
+            self._rebuild(record)
+
     def _rebuild(self, record: GradientRecord) -> None:
         """Put the parts together again, in the accumulator."""
         self._assemble(self._sum(), record)
@@ -417,7 +421,7 @@ class IncomingGradient(ShownGradient):
         column_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, deferred_in)
 
     def _kept_deferred(self, record: GradientRecord) -> Tensor:
-        """The deferred slices, of which there is no copy and none begins: there may be none."""
+        """The deferred slices where no copy of them is made: those that are kept, or none if none are deferred."""
         if self.plan.deferred:
             record.refuse("read")
         return self.device.gradient.new_empty((0, self.plan.length))

@@ -6,34 +6,22 @@ See ``gradients/pending_gradient.py`` for the sums, the compression and their me
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import Parameter
 
-from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
-from zenflow_compile.runtime.parameters.device_state import DeviceState
-from zenflow_compile.runtime.parameters.host_state import GradientBuffer, HostState
+from zenflow_compile.runtime.parameters.host_state import GradientBuffer
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
-from zenflow_compile.runtime.parameters.transport import Transport
 
 
 class KeptGradient(IncomingGradient):
     """An incoming gradient that is copied when it is final, or when its update window is flushed."""
 
-    def __init__(
-        self,
-        plan: ParamPlan,
-        param: Parameter,
-        host: HostState,
-        device: DeviceState,
-        transport: Transport,
-        gradients: Gradients,
-    ) -> None:
-        super().__init__(plan, param, host, device, transport, gradients)
-        self._pending = PendingGradient(plan, param.device, gradients.scales)
+    _pending: PendingGradient
+
+    def _allocate(self) -> None:
+        self._pending = PendingGradient(self.plan, self.param.device, self._gradients.scales)
         self.window_sum, self.residual = self._pending.window_sum, self._pending.residual
 
     def _room_for_deferred(self) -> Tensor:

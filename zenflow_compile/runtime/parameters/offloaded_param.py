@@ -90,6 +90,8 @@ class OffloadedParam:
         self.host.taken += count
         return count
 
+    # Other ranks, external writes, and failures.
+
     def receive_weights(self) -> None:
         """Make the device's current stream wait for the slices that other ranks have updated."""
         if (event := self.arriving) is not None:
@@ -101,8 +103,6 @@ class OffloadedParam:
             self.arriving = None
             if (sample := self.weights.sample) is not None and sample.kept is not None:
                 sample.kept.copy_(sample.sample)
-
-    # Other ranks, external writes, and failures.
 
     def notice_external_write(self, now: int) -> bool:
         """Re-seed the masters if the weights were written elsewhere since the engine's last write.

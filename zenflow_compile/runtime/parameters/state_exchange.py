@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class _Chunk:
 class ImmediateExchange:
     """Moves rows of state in the calling thread: where the device is the CPU, and copies cost this thread no wait."""
 
-    overlaps: ClassVar[bool] = False
+    overlaps: Literal[False] = False
     nbytes: ClassVar[int] = 0
 
     def __init__(self, recorder: Recorder) -> None:
@@ -140,15 +140,8 @@ class ImmediateExchange:
             moved = exchange_rows(device.rows, replace(state, weights=rows), change.device_rows, host_rows)
         self._recorder.moved_state(moved, begin, param=device.plan.name)
 
-    def moves(self, device: DeviceState) -> bool:
-        """Whether rows of ``device`` are on their way."""
-        return False
-
     def fit(self, buffer_bytes: int) -> None:
         """It needs no buffers."""
-
-    def start_uploads(self) -> None:
-        """Nothing is in flight."""
 
     def finish(self) -> None:
         """Nothing is in flight."""
@@ -171,7 +164,7 @@ class StateExchange:
     oldest one.
     """
 
-    overlaps: ClassVar[bool] = True
+    overlaps: Literal[True] = field(default=True, init=False)
 
     _to_host: CopyLane
     _to_device: CopyLane
