@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,7 @@ def configuration(case: Case, rows: int) -> dict[str, Any]:
 def initialize(model: nn.Module, config: dict[str, Any], *, device: str, alone: bool) -> Any:
     """A ``deepspeed.initialize`` engine; ``alone``: its process is the only rank.
 
-    Raises:
-        RuntimeError: DeepSpeed has changed the weights, as 0.19.7 and 0.19.8 do under ZenFlow: they lay matrices out
-            transposed in one buffer, and view it as if they were not.
+    Raises: see ``refuse_changed``.
     """
     beside_python = str(Path(sys.executable).parent)  # where ninja is
     os.environ["PATH"] = f"{beside_python}{os.pathsep}{os.environ['PATH']}"
@@ -81,12 +80,26 @@ def initialize(model: nn.Module, config: dict[str, Any], *, device: str, alone: 
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    sample = [(param, param.detach().reshape(-1)[:64].to("cpu", copy=True)) for param in model.parameters()]
+    before = samples(model)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    for param, before in sample:
-        if not torch.equal(param.detach().reshape(-1)[:64].to("cpu", before.dtype), before):
-            raise RuntimeError(f"DeepSpeed {deepspeed.__version__} has changed the weights at its initialization")
+    refuse_changed(before, samples(model), deepspeed.__version__)
     return engine
+
+
+def samples(model: nn.Module) -> list[Tensor]:
+    """The first elements of each parameter, on the host."""
+    return [param.detach().reshape(-1)[:64].to("cpu", copy=True) for param in model.parameters()]
+
+
+def refuse_changed(before: Sequence[Tensor], now: Sequence[Tensor], version: str) -> None:
+    """
+    Raises:
+        RuntimeError: DeepSpeed has changed the weights, as 0.19.7 and 0.19.8 do under ZenFlow: they lay matrices out
+            transposed in one buffer, and view it as if they were not.
+    """
+    for old, new in zip(before, now, strict=True):
+        if not torch.equal(new.to(old.dtype), old):
+            raise RuntimeError(f"DeepSpeed {version} has changed the weights at its initialization; install 0.19.6")
 
 
 class DeepSpeed:
