@@ -138,7 +138,7 @@ class ServedGraph:
             # The backward recomputes everything that is computed from offloaded weights and other parameters.
             weights: set[int] = set()
             for engine_id, params in owned.items():
-                if (offloaded := cast("Engine", ops.engine(engine_id)).offloaded_weights) is not None:
+                if (offloaded := cast("Engine", ops.engine(engine_id)).access.offloaded_weights) is not None:
                     weights |= {index for p, index in params if p in offloaded.ps}
             present = weights | {i for i, value in enumerate(args) if isinstance(value, nn.Parameter)}
             recomputed = private.Recomputed(frozenset(weights), frozenset(present))
@@ -185,16 +185,16 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
                     engine_id=engine_id,
                     phase=Phase(phase),
                     params=tuple(params),
-                    finalizes_in_backward=engine.finalizes_in_backward,
+                    finalizes_in_backward=engine.core.finalizes_in_backward,
                     forward_order=tuple(forward_order.get(engine_id, ())),
                     weight_grad_bytes=engine.weight_grad_bytes,
-                    weights=engine.offloaded_weights,
+                    weights=engine.access.offloaded_weights,
                     weight_storages=weight_storages.get(engine_id, {}),
                     number=len(engine.graphs),
                 )
                 if reasons := weights_to_keep(gm.graph, ctx):
-                    engine.keep_weights(reasons)
-                    ctx = replace(ctx, weights=engine.offloaded_weights)
+                    engine.access.keep_weights(reasons)
+                    ctx = replace(ctx, weights=engine.access.offloaded_weights)
                 if ctx.phase is Phase.FORWARD and ctx.weights is not None:
                     weight_storages[engine_id] = storages_of_weights(gm.graph, ctx)
                     examples.extend(node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
@@ -203,7 +203,7 @@ def rewriter(owned: OwnedInputs, compile_id: str) -> private.Rewrite:
                     engine.weights.declare(ctx.number, loads_of(gm, ctx))
                 if ctx.phase is Phase.FORWARD and (order := fetch_order(gm, engine_id)):
                     forward_order[engine_id] = order
-                    engine.declare_forward_order(order)
+                    engine.access.declare_forward_order(order)
                 if ctx.phase is Phase.BACKWARD:
                     places[engine_id] = gradient_places(gm.graph, ctx)
 

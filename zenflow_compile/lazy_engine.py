@@ -98,7 +98,7 @@ class LazyEngine:
             ValueError: see :class:`~zenflow_compile.optimizer.ZenFlowAdamW`; the next use tries again.
         """
         engine = self.built
-        if engine is None or engine.closed or (not engine.used and engine.outdated):
+        if engine is None or engine.closed or (not engine.core.used and engine.outdated):
             with self._lock:
                 engine = self._build()
         return engine

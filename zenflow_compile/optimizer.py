@@ -270,7 +270,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             return loss
         engine = lazy.engine
         engine.check_parameters()
-        if not engine.run_step() and not engine.used:
+        if not engine.run_step() and not engine.core.used:
             self._warn_of_no_gradient()
         return loss
 
@@ -290,7 +290,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._lazy_engine.check_open()
         super().zero_grad(set_to_none)
         if (engine := self._lazy_engine.built) is not None:
-            engine.discard()
+            engine.intake.discard()
 
     @torch_private.outside_of_graphs
     def offload_all(self) -> None:
@@ -334,8 +334,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: work in flight failed.
         """
-        self.engine.synchronize()
-        self.engine.hold_weights()
+        self.engine.access.synchronize()
+        self.engine.access.hold_weights()
 
     @contextmanager
     def loaded_weights(self) -> Iterator[None]:
@@ -348,12 +348,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             RuntimeError: work in flight failed, or, at the end, a sample of a weight shows a write without that.
         """
         engine = self.engine
-        engine.synchronize()
-        engine.hold_weights()
+        engine.access.synchronize()
+        engine.access.hold_weights()
         try:
             yield
         finally:
-            engine.release_weights()
+            engine.access.release_weights()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -374,7 +374,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._lazy_engine.check_open()
         if (engine := self._lazy_engine.built) is not None:
             engine.flush()
-            engine.hold_weights()
+            engine.access.hold_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that a bitwise resume needs, also inside an update window; loads with ``weights_only=True``.
@@ -395,7 +395,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             hook(self)
         self._lazy_engine.claim.check_params(self.param_groups)
         with engine.calls.announcing():
-            engine.synchronize()
+            engine.access.synchronize()
             state = save_load.state_dict(engine, self.param_groups)
         for hook in torch_private.optimizer_hooks(self, "state_dict_post"):
             state = _or_else(hook(self, state), state)
@@ -475,10 +475,10 @@ def was_given(name: str, value: object) -> bool:
 def _backward_ended(optimizer: ZenFlowAdamW) -> None:
     """Step after the last declared backward, in the optimizer-in-backward form."""
     engine = optimizer.engine
-    if engine.backward.count >= (optimizer.options.gradient_accumulation_steps or 1) and engine.has_gradients:
+    if engine.backward.count >= (optimizer.options.gradient_accumulation_steps or 1) and engine.steps.has_gradients:
         optimizer.step()
         optimizer.zero_grad()
-    engine.show_consumed()
+    engine.intake.show_consumed()
 
 
 def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str, Any]:

@@ -163,8 +163,8 @@ def _updates_first(function: Callable[..., Any], written: Written | None) -> Cal
         call = signature.bind(*args, **keywords) if engines and written is not None else None
         for engine in engines:
             try:
-                engine.apply_due()
-                engine.hold_weights()
+                engine.access.apply_due()
+                engine.access.hold_weights()
             except Exception:
                 call = call or signature.bind(*args, **keywords)
                 if _may_read(engine, call.arguments):

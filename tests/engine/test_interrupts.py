@@ -171,7 +171,7 @@ def test_interrupt_between_the_sides_stops_training() -> None:
     optimizer = zenflow_compile.optimizer_of(call)
     with interrupted_at(0, {"_update_on_host"}), pytest.raises(KeyboardInterrupt):
         backward(4)
-    assert not optimizer.engine._updating  # it came inside the backward, and not in the step at its end
+    assert not optimizer.engine.core.updating  # it came inside the backward, and not in the step at its end
     with pytest.raises(RuntimeError, match="half-way"):
         backward(5)
     optimizer.close()

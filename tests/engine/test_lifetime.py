@@ -250,7 +250,7 @@ def test_copied_model_has_no_owner() -> None:
     assert all(ops.owner_of(param) is None for param in twin.parameters())
     nn.functional.cross_entropy(twin(batch(0)[0]), batch(0)[1]).backward()
     assert all(param.grad is not None for param in twin.parameters())
-    assert not training.optimizer.engine.has_gradients
+    assert not training.optimizer.engine.steps.has_gradients
 
 
 def test_saved_parameters_have_no_owner() -> None:
@@ -271,7 +271,7 @@ def test_saved_parameters_have_no_owner() -> None:
     call = torch.compile(model, **EAGER_BACKEND)
     nn.functional.cross_entropy(call(batch(0)[0]), batch(0)[1]).backward()
     assert all(param.grad is not None for param in model.parameters())
-    assert not training.optimizer.engine.has_gradients
+    assert not training.optimizer.engine.steps.has_gradients
 
 
 def test_optimizer_copy_is_refused() -> None:

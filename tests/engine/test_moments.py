@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import zenflow_compile as zf
-from zenflow_compile.runtime import optimizer_runtime
+from zenflow_compile.runtime import engine_core
 from zenflow_compile.runtime.features.feature import EngineParts, Feature, FeatureCalls
 from zenflow_compile.runtime.moments import Moments, present, weakly
 
@@ -33,44 +33,44 @@ ABSENT = {
 @pytest.mark.parametrize("policy", ["zenflow", "zero_offload", "resident"])
 def test_absent_parts_cost_nothing(policy: str) -> None:
     with engine_of(policy=policy)[0] as optimizer:
-        assert empty(optimizer.engine.moments) == ABSENT | {"end_step"}
+        assert empty(optimizer.engine.core.moments) == ABSENT | {"end_step"}
 
 
 def test_profiler_comes_and_goes() -> None:
     optimizer, engine = engine_of()
-    before = engine.moments
+    before = engine.core.moments
     with zf.profile(optimizer):
-        assert empty(engine.moments) - {"final"} == ABSENT - {"begin_backward", "end_backward", "forward", "final"}
-    assert engine.moments == before
+        assert empty(engine.core.moments) - {"final"} == ABSENT - {"begin_backward", "end_backward", "forward", "final"}
+    assert engine.core.moments == before
     optimizer.close()
 
 
 def test_gradients_prefetch_streamed_state() -> None:
     optimizer, engine = engine_of(policy="deep_optimizer_states", update_stride=1)
     assert engine.streamed.params
-    assert engine.moments.gradients == (engine.streamed.prefetch,)
+    assert engine.core.moments.gradients == (engine.streamed.prefetch,)
     optimizer.close()
 
 
 def test_given_back_memory_comes_back_once() -> None:
     optimizer, engine = engine_of()
     optimizer.offload_all()
-    assert len(engine.moments.use_memory) == 1
-    engine.moments.use_memory[0]()
+    assert len(engine.core.moments.use_memory) == 1
+    engine.core.moments.use_memory[0]()
     assert not engine.device_memory.given_back
-    assert engine.moments.use_memory == ()
+    assert engine.core.moments.use_memory == ()
     optimizer.close()
 
 
 def test_lost_moments_are_made_again() -> None:
     """As by an interrupt between the move and the list of those that bring it back."""
     optimizer, engine = engine_of()
-    before = engine.moments
+    before = engine.core.moments
     optimizer.offload_all()
-    engine.moments = before
+    engine.core.moments = before
     optimizer.offload_all()
-    assert len(engine.moments.use_memory) == 1
-    engine.moments = before
+    assert len(engine.core.moments.use_memory) == 1
+    engine.core.moments = before
     optimizer.reload_all()
     assert not engine.device_memory.given_back
     optimizer.close()
@@ -95,7 +95,7 @@ def test_order_at_the_beginning_of_a_backward() -> None:
     """Memory is brought back before parameters are compared, which reads the weights."""
     optimizer, engine = engine_of()
     optimizer.offload_all()
-    names = [getattr(call, "__name__", "") for call in engine.moments.enter_backward]
+    names = [getattr(call, "__name__", "") for call in engine.core.moments.enter_backward]
     assert names[0] == "call"
     assert names[1:] == ["check_unchanged", "enter_thread"]
     optimizer.close()
@@ -111,6 +111,6 @@ def test_unknown_moment_of_a_feature_is_refused(monkeypatch: pytest.MonkeyPatch)
         def calls(self) -> FeatureCalls:
             return {"final": list, "end_of_step": list}
 
-    monkeypatch.setattr(optimizer_runtime, "FEATURES", (Late,))
+    monkeypatch.setattr(engine_core, "FEATURES", (Late,))
     with pytest.raises(ValueError, match=r"'final'.*not at \['end_of_step'\]"):
         engine_of()

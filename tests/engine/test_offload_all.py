@@ -292,8 +292,8 @@ def test_other_thread_in_a_backward_is_refused() -> None:
 def test_call_in_a_step_is_refused() -> None:
     trained = training("windows").run(0, 1)
     engine = trained.optimizer.engine
-    end_update = engine.end_update
-    engine.end_update = lambda: (trained.optimizer.offload_all(), end_update())  # type: ignore[method-assign, return-value]
+    end_update = engine.steps.end_update
+    engine.steps.end_update = lambda: (trained.optimizer.offload_all(), end_update())  # type: ignore[method-assign, return-value]
     with pytest.raises(RuntimeError, match="optimizer step runs"):
         trained.step(1)
 

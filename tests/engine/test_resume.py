@@ -76,9 +76,9 @@ def test_state_contains_gradients_of_open_windows(monkeypatch: pytest.MonkeyPatc
     training = Training(ENTRIES[1]).run(0, 7)
     training.optimizer.synchronize()
     monkeypatch.setattr(thread_lane, "copy_without_gil", Delays(0, 100.0).before(thread_lane.copy_without_gil))
-    flushed = training.optimizer.engine.windows_flushed
+    flushed = training.optimizer.engine.steps.windows_flushed
     training.step(7)
-    assert training.optimizer.engine.windows_flushed == flushed  # a flush would wait for copies
+    assert training.optimizer.engine.steps.windows_flushed == flushed  # a flush would wait for copies
     early = training.optimizer.state_dict()["state"]
     lane = training.optimizer.engine.registry.transport.to_host
     lane.submit(torch.zeros(1), torch.ones(1), step=0, param="").settle()  # copies end in order
@@ -323,7 +323,7 @@ def test_state_of_other_types_changes_nothing(key: str | None, change: Any, mess
     after = training.optimizer.state_dict()
     assert after["state"][0]["optimizer_step"] == 4
     assert after["param_groups"] == saved["param_groups"]
-    assert training.optimizer.engine.has_gradients
+    assert training.optimizer.engine.steps.has_gradients
     training.optimizer.step()
 
 

@@ -77,7 +77,7 @@ class Run:
             "selected": [sorted(each.device.selection.selected.tolist()) for each in offloaded],
             "scores": [each.device.score.clone() for each in offloaded],
             "schedule": [engine.schedule.state(each.plan.index) for each in offloaded],
-            "flushed": (engine.windows_flushed, engine.uploads.selections),
+            "flushed": (engine.steps.windows_flushed, engine.uploads.selections),
         }
 
 

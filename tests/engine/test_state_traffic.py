@@ -47,7 +47,7 @@ def moved(**options: Any) -> tuple[float, float]:
         per_parameter = (engine.uploads.selections - before) / len(engine.offloaded)
         state_bytes = profile.summary()["state_bytes_per_step"]
         assert state_bytes is not None
-        return state_bytes / engine.model_bytes, per_parameter
+        return state_bytes / engine.registry.model_bytes, per_parameter
 
 
 def test_hysteresis_bounds_moved_state() -> None:

@@ -236,7 +236,7 @@ def test_takeover_of_weights_in_host_memory() -> None:
     training = Training(EAGER_BACKEND, options).run(0, 3)
     taken_over(training)
     training.run(3, 6)
-    assert training.optimizer.engine.offloaded_weights is not None
+    assert training.optimizer.engine.access.offloaded_weights is not None
     torch.testing.assert_close(training.weights(), adamw_twice(3, 6), rtol=1e-4, atol=1e-6)
     taken_over(training, {"offload_weights": False})
     training.run(6, 7)

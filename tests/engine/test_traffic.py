@@ -159,7 +159,7 @@ def test_residuals_follow_their_slices() -> None:
             (each.device.selection.deferred, residual.lost.clone())
             for each, residual in zip(engine.offloaded.values(), residuals, strict=True)
         ]
-        engine.synchronize()
+        engine.access.synchronize()
         for each, residual, (slices, lost) in zip(engine.offloaded.values(), residuals, before, strict=True):
             stays = each.device.selection.deferred == slices
             changed += int((~stays).sum())

@@ -129,7 +129,7 @@ def test_weights_are_roundings_of_exact_masters(
     weights, _, optimizer = trained(Given, partial(given, dtype), dtype, make, inner)
     with optimizer:
         on_host = case not in WITHOUT_HOST_UPDATES
-        assert bool(optimizer.engine.offloaded) == (optimizer.engine.windows_flushed > 0) == on_host
+        assert bool(optimizer.engine.offloaded) == (optimizer.engine.steps.windows_flushed > 0) == on_host
         assert bool(optimizer.engine.registry.streamed.params) == ("streamed" in case)
         assert (optimizer.engine.uploads.selections > 0) == ("windows_of_one" in case or case == "files")
         for each in optimizer.engine.offloaded.values():
@@ -156,7 +156,7 @@ def test_real_model_follows_its_masters(dtype: torch.dtype, inner: str | None) -
     """One different rounding changes the last digit of all later gradients, so weights are only close."""
     weights, loss, optimizer = trained(gpt, tokens, dtype, zenflow_adamw(EXACT["windows_of_one"]), inner)
     with optimizer:
-        assert optimizer.engine.windows_flushed > 0
+        assert optimizer.engine.steps.windows_flushed > 0
         assert optimizer.engine.uploads.selections > 0
     expected, expected_loss, _ = trained(gpt, tokens, dtype, master_adamw, inner)
     assert abs(loss - expected_loss) < 1e-3
@@ -170,6 +170,6 @@ def test_entries_agree_in_half_precision(dtype: torch.dtype) -> None:
     in_graph, _, first = trained(gpt, tokens, dtype, zenflow_adamw({}), "eager")
     through_grad, _, second = trained(gpt, tokens, dtype, zenflow_adamw({}), None)
     with first, second:
-        assert first.engine.windows_flushed == second.engine.windows_flushed > 0
+        assert first.engine.steps.windows_flushed == second.engine.steps.windows_flushed > 0
     for weight, other in zip(in_graph, through_grad, strict=True):
         torch.testing.assert_close(weight, other, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -108,7 +108,7 @@ def check(runs: Runs, flushes: Sequence[int] = ()) -> None:
     summed = any(plan.summed for plan in runs.plans)
     assert loss_difference < 1e-5
     assert weight_difference < (1e-4 if summed else 1e-5)
-    assert 0 < engine.windows_flushed < STEPS * len(engine.offloaded)
+    assert 0 < engine.steps.windows_flushed < STEPS * len(engine.offloaded)
     assert engine.uploads.selections == sum(each.selections for each in oracle.split.values())
     for each in engine.offloaded.values():
         expected = oracle.split[each.plan.name].selected.nonzero().flatten().tolist()

@@ -370,7 +370,7 @@ def test_distributed_data_parallel(inside: bool, process_group: None) -> None:
     call = ddp(torch.compile(model, **EAGER_BACKEND)) if inside else torch.compile(ddp(model), **EAGER_BACKEND)
     with pytest.raises(ValueError, match=r"DistributedDataParallel.*compile and train the bare module"):
         call(batch(0)[0])
-    assert not optimizer.engine.has_gradients
+    assert not optimizer.engine.steps.has_gradients
     F.cross_entropy(torch.compile(model, **EAGER_BACKEND)(batch(0)[0]), batch(0)[1]).backward()
     optimizer.step()
 

@@ -50,7 +50,7 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def built(optimizer: ZenFlowAdamW) -> bool:
-    return any(getattr(engine, "optimizer", None) is optimizer for engine in ops.live_engines())
+    return any(engine.core.optimizer is optimizer for engine in ops.live_engines())
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {

@@ -174,7 +174,7 @@ def test_window_of_missing_gradients_is_not_flushed() -> None:
         training.optimizer.step()
         training.optimizer.zero_grad()
     engine = training.optimizer.engine
-    assert engine.windows_flushed == 0
+    assert engine.steps.windows_flushed == 0
     assert engine.step == 4
     changed = [not torch.equal(old, new) for old, new in zip(before, training.weights(), strict=True)]
     assert changed == [p not in engine.offloaded for p in range(len(engine.params))]

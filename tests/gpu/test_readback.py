@@ -64,7 +64,7 @@ def test_adaptive_windows_and_drift_are_reproducible(monkeypatch: pytest.MonkeyP
             model = make_model()
             with offloading(model, update_interval=(1, 4)) as optimizer:
                 found.append(train(model, optimizer, compiled=False))
-                assert optimizer.engine.windows_flushed > 0
+                assert optimizer.engine.steps.windows_flushed > 0
     assert_same(found[0], found[1])
     assert_same(found[0], found[2])
 
@@ -73,7 +73,7 @@ def test_time_is_measured_on_the_device() -> None:
     model = make_model()
     with offloading(model, update_interval="auto") as optimizer:
         train(model, optimizer, compiled=False)
-        bounds = optimizer.engine.adaptive_windows
+        bounds = optimizer.engine.schedule.adaptive_windows
         assert bounds is not None
         assert bounds.measured
         assert bounds.shortest is not None

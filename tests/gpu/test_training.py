@@ -97,7 +97,7 @@ def test_entries_and_overlap_agree(dtype: torch.dtype) -> None:
         model = make_model(dtype)
         with offloading(model, overlap_step=overlap) as optimizer:
             found.append(train(model, optimizer, compiled=compiled))
-            assert optimizer.engine.windows_flushed > 0
+            assert optimizer.engine.steps.windows_flushed > 0
     assert_same(found[0], found[1])
     assert_equal_but_for_rounding(found[0], found[2], dtype)
 
@@ -111,7 +111,7 @@ def test_pending_gradients_and_overlap_agree(pending: dict[str, object], dtype: 
         start = weights_of(model)
         with offloading(model, overlap_step=overlap, **pending) as optimizer:
             found.append(train(model, optimizer, compiled=True))
-            assert optimizer.engine.windows_flushed > 0
+            assert optimizer.engine.steps.windows_flushed > 0
     assert_same(*found)
     assert distance(found[0], start) > 0
 
@@ -173,7 +173,7 @@ def test_steady_step_does_not_synchronize(compiled: bool) -> None:
         for _ in range(8):  # selects one time, in the first update windows
             step()
         torch.cuda.synchronize()
-        waited, flushed = waits(), optimizer.engine.windows_flushed
+        waited, flushed = waits(), optimizer.engine.steps.windows_flushed
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(8):
@@ -181,7 +181,7 @@ def test_steady_step_does_not_synchronize(compiled: bool) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert waits() == waited
-        assert optimizer.engine.windows_flushed > flushed
+        assert optimizer.engine.steps.windows_flushed > flushed
 
 
 def run_with(options: dict[str, object], *, device: torch.device = GPU, compiled: bool = True) -> list[Tensor]:

@@ -222,7 +222,7 @@ def test_failed_optimizer_refuses_empty_step() -> None:
     """A step without gradients must not hide that an earlier one failed half-way."""
     model = small()
     optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **EXACT)
-    optimizer.engine.failure = MemoryError("half-way")
+    optimizer.engine.core.failure = MemoryError("half-way")
     with refusing("half-way"):
         optimizer.step()
     optimizer.__exit__(RuntimeError, None, None)

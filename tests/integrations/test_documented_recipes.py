@@ -69,15 +69,15 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     trained = names["vision_model" if title == "timm" else "model"]
     before = weights(trained)
     offloaded, graphs, updated = [0], [0], WeakSet[Engine]()
-    end_update = Engine.end_update
+    run_step = Engine.run_step
 
-    def recorded(engine: Engine) -> None:
+    def recorded(engine: Engine) -> bool:
         offloaded.append(len(engine.offloaded))
         graphs.append(len(engine.graphs))
         updated.add(engine)
-        end_update(engine)
+        return run_step(engine)
 
-    monkeypatch.setattr(Engine, "end_update", recorded)
+    monkeypatch.setattr(Engine, "run_step", recorded)
     # Inductor would take half a minute per recipe.
     code = (IMPORTS + RECIPES[title]).replace('(backend="zenflow")', '(backend="zenflow", options={"inner": "eager"})')
     code = code.replace('(model, backend="zenflow")', '(model, backend="zenflow", options={"inner": "eager"})')

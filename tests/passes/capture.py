@@ -75,7 +75,7 @@ class Capture:
                 engine_id=self.engine.id,
                 phase=Phase(phase),
                 params=params,
-                finalizes_in_backward=self.engine.finalizes_in_backward,
+                finalizes_in_backward=self.engine.core.finalizes_in_backward,
                 weight_grad_bytes=self.engine.weight_grad_bytes,
             )
             self.before[ctx.phase] = str(graph.graph)

@@ -2,8 +2,9 @@ import gc
 import html
 import json
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
 from zenflow_compile.profiling.profiler import profile
 from zenflow_compile.runtime import ops
-from zenflow_compile.timeline import AdaptiveWindows, Timeline, record_new_engine
+from zenflow_compile.timeline import Timeline, record_new_engine
 
 _ids = count(1_000_000)
 MS = 1_000_000
@@ -36,8 +37,8 @@ class FakeEngine:
     """Has the part of an engine that a profile reads."""
 
     plan: Plan = field(default_factory=plan_of)
-    model_bytes: int = 544
-    adaptive_windows: AdaptiveWindows | None = None
+    model_bytes: InitVar[int] = 544
+    schedule: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(adaptive_windows=None))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     worker_cores: tuple[int, ...] = (0,)
     report_rows: tuple[tuple[str, str], ...] = ()
@@ -46,7 +47,8 @@ class FakeEngine:
     synchronized: int = 0
     failure: Exception | None = None
 
-    def __post_init__(self):
+    def __post_init__(self, model_bytes):
+        self.access, self.registry = self, SimpleNamespace(model_bytes=model_bytes)
         ops.register_engine(self)
 
     def synchronize(self):
@@ -141,7 +143,7 @@ def test_engines_created_inside_are_recorded():
     with profile() as prof:
         engine = FakeEngine(Plan(policy="zenflow", params=()), model_bytes=0)
         record_new_engine(engine)
-        engine.plan, engine.model_bytes = plan_of(), 544  # parameters may come later
+        engine.plan, engine.registry.model_bytes = plan_of(), 544  # parameters may come later
         engine.train(2)
     assert engine.timeline is None
     summary = prof.summary()

@@ -32,7 +32,8 @@ from tests.support.rank_processes import RankProcesses
 from tests.support.training import IN_FLIGHT
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
+from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.weight_access import WeightAccess
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -217,13 +218,13 @@ def streams_of_updates(rank: int, model: Any, optimizer: ZenFlowAdamW) -> set[bo
     """Whether updates are applied in the stream of the forward that gathers the weights."""
     forward, found = torch.cpu.current_stream(), set()
     with pytest.MonkeyPatch.context() as patch:
-        apply = OptimizerRuntime.before_unshard
+        apply = WeightAccess.before_unshard
 
         def recorded(*arguments: Any) -> None:
             found.add(torch.cpu.current_stream() is forward)
             apply(*arguments)
 
-        patch.setattr(OptimizerRuntime, "before_unshard", recorded)
+        patch.setattr(WeightAccess, "before_unshard", recorded)
         loss_of(model, 3, rank)
     return found
 
@@ -270,7 +271,7 @@ def test_direct_accesses_to_shards_raise(ranks: str, request: pytest.FixtureRequ
 
 def on_their_way(rank: int, model: Any, optimizer: ZenFlowAdamW) -> tuple[int, list[int]]:
     """How many parameters have an update on its way behind a step, and their order."""
-    runtime: OptimizerRuntime = optimizer.engine
+    runtime: Engine = optimizer.engine
     return sum(bool(each.host.flushed) for each in runtime.offloaded.values()), [
         each.plan.index for each in runtime.uploads.by_deadline()
     ]

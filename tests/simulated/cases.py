@@ -358,8 +358,8 @@ class Loop:
             from zenflow_compile.runtime import ops
 
             for engine in ops.live_engines():
-                engine.synchronize()  # type: ignore[attr-defined]
-                engine.hold_weights()  # type: ignore[attr-defined]
+                engine.access.synchronize()  # type: ignore[attr-defined]
+                engine.access.hold_weights()  # type: ignore[attr-defined]
         weights = [param.detach() for param in self.model.parameters()]
         return [each.cpu().clone() for each in (*weights, *self.reads)]
 

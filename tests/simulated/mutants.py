@@ -175,7 +175,7 @@ MUTANTS = {
         EXCHANGE + "_finish_oldest", "chunk.ticket.wait_on_device()", Case("reselect often", delays="H2D last")
     ),
     "step before the exchange": without(
-        "engine:Engine.arrange", "settle=present(exchange.overlaps and exchange.finish)",
+        "engine_core:EngineCore.arrange", "settle=present(exchange.overlaps and exchange.finish)",
         Case("reselect often", delays="H2D last"), "settle=()"
     ),
     "exchange before the rows are on the host": without(
@@ -206,7 +206,7 @@ MUTANTS = {
         Case("exact", model="matrices", habit="side stream", delays="others last"),
     ),
     "weight read before its update": without(
-        "step_runner:StepRunner.end_update", "self.uploads.refuse_stale_reads(self.step)",
+        "step_runner:StepRunner.end_update", "self.uploads.refuse_stale_reads(core.step)",
         Case("exact", habit="weights read", delays="jobs last"),
     ),
 }  # fmt: skip
@@ -257,7 +257,7 @@ MEMORY_MUTANTS = {
         Case("windows", habit="offload all", delays="H2D last", steps=4),
     ),
     "updates under way": without(
-        "optimizer_runtime:OptimizerRuntime.offload_all", "self.synchronize()",
+        "engine:Engine.offload_all", "self.access.synchronize()",
         Case("late every step", habit="offload all", delays="jobs last"),
     ),
 }  # fmt: skip

@@ -42,6 +42,7 @@ class RecordingEngine:
     ) -> None:
         named = [(name, param) for name, param in named if param.requires_grad]
         self.id = next(_ids)
+        self.core = self.intake = self.steps = self.access = self.registry = self
         self.worker_cores: tuple[int, ...] = ()
         self.in_backward = finalizes_in_backward
         self.finalizes_in_backward = finalizes_in_backward

@@ -153,7 +153,7 @@ def describe(result: Trajectory, model: nn.Module, optimizer: ZenFlowAdamW) -> T
     if engine.timeline is not None:
         moved = [event for event in engine.timeline.events() if event.lane == D2H and event.kind == "state"]
         result.flushes = sum(event.param.startswith("subgroup") for event in moved)
-    result.windows_flushed, result.selections = engine.windows_flushed, engine.uploads.selections
+    result.windows_flushed, result.selections = engine.steps.windows_flushed, engine.uploads.selections
     result.inserted = len(engine.graphs)
     return result
 

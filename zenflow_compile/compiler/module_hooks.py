@@ -37,19 +37,19 @@ def _show_host_weights(engine_id: int, module: nn.Module, found: dict[str, Any],
     if (engine := live_engine(engine_id)) is None:
         return
     for name, param in module.named_parameters(recurse=False):
-        if prefix + name in found and (values := engine.weight_on_host(param)) is not None:
+        if prefix + name in found and (values := engine.access.weight_on_host(param)) is not None:
             found[prefix + name] = values
 
 
 def _apply_before_load(engine_id: int, module: nn.Module, *loading: Any) -> None:
     if (engine := live_engine(engine_id)) is not None:
-        engine.before_load()
-        engine.hold_weights(module.parameters(recurse=False), to_write=True)
+        engine.access.before_load()
+        engine.access.hold_weights(module.parameters(recurse=False), to_write=True)
 
 
 def _release_after_load(engine_id: int, module: nn.Module, incompatible: Any) -> None:
     if (engine := live_engine(engine_id)) is not None:
-        engine.release_weights(module.parameters(recurse=False))
+        engine.access.release_weights(module.parameters(recurse=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class ApplyBeforeForward:
     def __reduce__(self) -> tuple[type[ApplyBeforeForward], tuple[None]]:
         """What ``copy.deepcopy``, ``pickle`` and ``torch.save`` call. See [Note: hooks before weights]."""
         if (engine := live_engine(self.engine_id)) is not None:
-            engine.apply_due()
-            engine.hold_weights()
+            engine.access.apply_due()
+            engine.access.hold_weights()
         return ApplyBeforeForward, (None,)
 
 
@@ -90,11 +90,11 @@ def _apply_before_forward(engine_id: int | None, module: nn.Module, callback: An
         return
     if private.backend_of(callback) == BACKEND:
         # The forward runs or is part of one of our graphs, which fetches the others later; or Dynamo has given it up.
-        engine.apply_due(_read_directly(module))
-        engine.hold_weights(module.parameters(recurse=False))
+        engine.access.apply_due(_read_directly(module))
+        engine.access.hold_weights(module.parameters(recurse=False))
     else:
-        engine.apply_due()
-        engine.hold_weights()
+        engine.access.apply_due()
+        engine.access.hold_weights()
 
 
 def _read_directly(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -124,8 +124,8 @@ class ReadBeforeApply:
         params = [*self._module.parameters(recurse=False)]
         owners = {owner[0].id for param in params if (owner := ops.owner_of(param)) is not None}
         for engine in filter(None, map(live_engine, owners)):
-            engine.apply_due(params)
-            engine.hold_weights(params)
+            engine.access.apply_due(params)
+            engine.access.hold_weights(params)
         moved: nn.Module = type(self._module)._apply(self._module, *args, **keywords)  # type: ignore[no-untyped-call]
         return moved
 
@@ -165,7 +165,7 @@ def add_module_hooks(roots: Sequence[nn.Module], engine_id: int) -> list[Removab
                 module.register_load_state_dict_pre_hook(partial(_apply_before_load, engine_id)),  # type: ignore[no-untyped-call]
                 ReadBeforeApply.attach(module),
             ]
-            if engine.offloaded_weights is not None:
+            if engine.access.offloaded_weights is not None:
                 handles += [
                     module.register_state_dict_post_hook(partial(_show_host_weights, engine_id)),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(partial(_release_after_load, engine_id)),  # type: ignore[no-untyped-call]
@@ -202,4 +202,4 @@ def _traced(context: Any) -> None:
     if (engine := live_engine(hook.engine_id)) is not None:
         # Code without a fetch, and without a hook of ours, reads the weights.
         engine.uploads.read_elsewhere = True
-        engine.apply_due()
+        engine.access.apply_due()

@@ -66,7 +66,7 @@ def ensure_optimizer(
         if call.wrapper is not None:
             # Hazard: Dynamo never frees this object. A strong reference would keep the optimizer and the model alive.
             setattr(call.wrapper, KEEPER_ATTRIBUTE, weakref.ref(optimizer))
-    elif any(cast("Engine", engine).optimizer is optimizer for engine in ops.live_engines()):
+    elif any(cast("Engine", engine).core.optimizer is optimizer for engine in ops.live_engines()):
         optimizer.add_param_group({"params": unowned})
     elif torch.is_grad_enabled():
         raise RuntimeError(
@@ -91,7 +91,7 @@ def check_optimizer(call: private.CompileCall) -> None:
 def _refuse_options_without_effect(trained: Sequence[tuple[str, nn.Parameter]], keywords: Mapping[str, Any]) -> None:
     """Raise ValueError if all of ``trained`` have owners, and the backend made none of these optimizers."""
     owners = [owner for _, param in trained if (owner := ops.owner_of(param)) is not None]
-    if owners and not any(cast("Engine", engine).in_backward for engine, _ in owners):
+    if owners and not any(cast("Engine", engine).core.in_backward for engine, _ in owners):
         named = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
         raise ValueError(
             f"options of torch.compile set up an optimizer ({named}), but a ZenFlowAdamW owns every parameter of the "

@@ -55,8 +55,8 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
     roots = unique_modules([call.module, *found])
     functional = private.inside_functional_call()
     for live in cast("Iterator[Engine]", ops.live_engines()):
-        if live.outdated and live.optimizer is not None:
-            live = live.optimizer.engine  # a new one
+        if live.outdated and live.core.optimizer is not None:
+            live = live.core.optimizer.engine  # a new one
         if not functional:  # there, other tensors are in the place of parameters until the call returns
             live.check_models(roots)
     if keywords is not None and functional:
@@ -74,7 +74,7 @@ def claim(captured: private.CapturedGraph, inputs: Sequence[Any], keywords: Mapp
         hooks += add_module_hooks(roots, engine_id)
         if (engine := live_engine(engine_id)) is not None:
             if torch.is_grad_enabled():  # a model that was cast, or moved, can be evaluated and saved
-                engine.check_unchanged()
+                engine.registry.check_unchanged()
             engine.remember_models(roots)
     return Claimed(owned, hooks)
 
@@ -130,7 +130,7 @@ def optimizer_of(compiled_model: Any) -> Any:
         raise ValueError(
             f"optimizer_of: {len(engines)} optimizers share this model's parameters; use your own references to them"
         )
-    return engines[0].optimizer
+    return engines[0].core.optimizer
 
 
 def engines_of(compiled_model: Any) -> list[Engine]:

@@ -56,8 +56,8 @@ class _Attachment:
     def refresh(self) -> None:
         """Read the plan again: parameters may be added while the profile is on."""
         if (engine := self.engine()) is not None:
-            self.plan, self.model_bytes = engine.plan, engine.model_bytes
-            self.adaptive_windows = engine.adaptive_windows
+            self.plan, self.model_bytes = engine.plan, engine.registry.model_bytes
+            self.adaptive_windows = engine.schedule.adaptive_windows
             self.rows = tuple(engine.report_rows)
 
 
@@ -124,7 +124,7 @@ class Profile:
         try:
             if error is None:  # otherwise a failure in flight would hide the error of the block
                 for _, engine in attached:
-                    engine.synchronize()
+                    engine.access.synchronize()
         finally:
             for attachment, engine in attached:
                 attachment.detach(engine)
@@ -295,7 +295,7 @@ def profile(*optimizers: object, max_events: int = 1_000_000, flops_per_step: fl
 
 
 def _is_engine(candidate: object) -> bool:
-    names = ("timeline", "plan", "model_bytes", "adaptive_windows", "worker_cores", "synchronize")
+    names = ("timeline", "plan", "registry", "schedule", "worker_cores", "access")
     return all(hasattr(candidate, name) for name in names)
 
 

@@ -13,29 +13,29 @@ from torch import Tensor
 
 from zenflow_compile.runtime import errors, ops
 from zenflow_compile.runtime.engine import Engine
+from zenflow_compile.runtime.engine_core import EngineCore
+from zenflow_compile.runtime.gradient_intake import GradientIntake
+from zenflow_compile.runtime.weight_access import WeightAccess
 
 
-class ForkedEngine(Engine):
-    """What an ``Engine`` becomes in a forked child."""
-
-    def _check(self) -> NoReturn:
+class ForkedCore(EngineCore):
+    def check(self) -> NoReturn:
         errors.refuse_in_child()
 
+
+class ForkedIntake(GradientIntake):
     def begin_backward(self, arrived: int | None = None) -> NoReturn:
-        self._check()
+        errors.refuse_in_child()
 
     def accept_grad(self, p: int) -> NoReturn:
-        self._check()
+        errors.refuse_in_child()
 
-    @property
-    def unapplied(self) -> list[int]:
-        """Empty: the parent applies them."""
-        return []
 
-    # Readers of weights.
+class ForkedAccess(WeightAccess):
+    """Reads weights that the parent has made visible before the fork."""
 
     def _check_weights(self) -> None:
-        if any(each.updates.due(self.step) or each.arriving is not None for each in self.offloaded.values()):
+        if any(each.updates.due(self.core.step) or each.arriving is not None for each in self.offloaded.values()):
             errors.refuse_in_child("an update of the weights was on its way when the process was forked")
 
     def before_load(self) -> None:
@@ -64,7 +64,7 @@ class ForkedEngine(Engine):
         super().hold_weights(params, to_write=to_write)
 
     def weight_on_host(self, param: Tensor) -> Tensor | None:
-        home = None if (index := self.index_of(param)) is None else self.weights.weights.get(index)
+        home = None if (index := self.registry.index_of(param)) is None else self.weights.weights.get(index)
         if home is not None and not home.is_on_device():
             self._check_host_weights()
         return super().weight_on_host(param)
@@ -75,11 +75,18 @@ class ForkedEngine(Engine):
     def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> NoReturn:
         errors.refuse_in_child("the weights are in memory of its parent")
 
-    # The end.
+
+class ForkedEngine(Engine):
+    """What an ``Engine`` becomes in a forked child."""
+
+    @property
+    def unapplied(self) -> list[int]:
+        """Empty: the parent applies them."""
+        return []
 
     def close(self, *, flush: bool) -> None:
         """Leave threads, files and updates to the parent."""
-        self.closed = True
+        self.core.closed = True
 
 
 def _enter_child() -> None:
@@ -87,6 +94,9 @@ def _enter_child() -> None:
         if isinstance(engine, Engine):
             # Hazard: methods that were bound before keep their old class, so nothing may keep a bound method of these.
             engine.__class__ = ForkedEngine
+            engine.core.__class__ = ForkedCore
+            engine.intake.__class__ = ForkedIntake
+            engine.access.__class__ = ForkedAccess
             engine.registry.memory.enter_child()
 
 

@@ -38,24 +38,39 @@ MOST_NAMES = 8
 """An event of ``torch.profiler`` for more parameters names only the first ones."""
 
 
+class IntakeOps(Protocol):
+    def begin_backward(self) -> None: ...
+    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None: ...
+    def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
+
+
+class StepOps(Protocol):
+    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
+
+
+class AccessOps(Protocol):
+    def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
+    def begin_weights(self, graph: int) -> None: ...
+    def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None: ...
+    def unload_weight_(self, p: int) -> None: ...
+
+
 class EngineOps(Protocol):
     """What the ops call; implemented by the runtime's engine and by the recording engine of the tests."""
 
     id: int
 
     @property
+    def intake(self) -> IntakeOps: ...
+    @property
+    def steps(self) -> StepOps: ...
+    @property
+    def access(self) -> AccessOps: ...
+    @property
     def plan(self) -> Plan: ...
     @property
     def worker_cores(self) -> tuple[int, ...]: ...
     def index_of(self, param: Tensor) -> int | None: ...
-    def begin_backward(self) -> None: ...
-    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None: ...
-    def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]: ...
-    def update_parameters(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
-    def fetch_parameters_(self, ps: Sequence[int], params: Sequence[Tensor]) -> None: ...
-    def begin_weights(self, graph: int) -> None: ...
-    def load_weight_(self, p: int, inputs: Sequence[Tensor]) -> None: ...
-    def unload_weight_(self, p: int) -> None: ...
     def inference(self) -> AbstractContextManager[None]: ...
 
 
@@ -154,7 +169,7 @@ def returning_gradients(code: Callable[..., Any], engine_id: int, places: Mappin
     def run(args: list[Any]) -> Any:
         outputs = code(args)
         engine = _LIVE.get(engine_id)
-        if engine is None or not (returned := engine.returned_gradients(ps)):
+        if engine is None or not (returned := engine.intake.returned_gradients(ps)):
             return outputs
         outputs = list(outputs)
         for p, grad in returned.items():
@@ -217,13 +232,13 @@ def _names(*args: Any) -> list[str]:
 
 
 def _begin_backward(engine_id: int) -> Tensor:
-    engine(engine_id).begin_backward()
+    engine(engine_id).intake.begin_backward()
     # On the host whatever the default device is: it orders nodes, and no kernel reads it.
     return torch.zeros(1, device="cpu")
 
 
 def _take_gradients(grads: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
-    engine(engine_id).offload_gradients(ps, grads)
+    engine(engine_id).intake.offload_gradients(ps, grads)
 
 
 _offload_gradients, _reduce_gradients = (annotated(phase, _names)(_take_gradients) for phase in ("offload", "reduce"))
@@ -231,19 +246,19 @@ _offload_gradients, _reduce_gradients = (annotated(phase, _names)(_take_gradient
 
 @annotated("update", _names)
 def _update_parameters(params: Sequence[Tensor], token: Tensor, engine_id: int, ps: Sequence[int]) -> None:
-    engine(engine_id).update_parameters(ps, params)
+    engine(engine_id).steps.update_parameters(ps, params)
 
 
 @annotated("fetch", _names)
 def _fetch_parameters_(params: Sequence[Tensor], engine_id: int, ps: Sequence[int]) -> None:
     # A closed engine has applied all updates: the weights are final, and inference graphs may still read them.
     if (found := _LIVE.get(engine_id)) is not None:
-        found.fetch_parameters_(ps, params)
+        found.access.fetch_parameters_(ps, params)
 
 
 def _begin_weights(engine_id: int, graph: int) -> Tensor:
     if (found := _LIVE.get(engine_id)) is not None:  # see _fetch_parameters_
-        found.begin_weights(graph)
+        found.access.begin_weights(graph)
     return torch.zeros(1, device="cpu")  # as in ``begin_backward``
 
 
@@ -251,13 +266,13 @@ def _begin_weights(engine_id: int, graph: int) -> Tensor:
 def _load_weight_(inputs: Sequence[Tensor], token: Tensor, engine_id: int, p: int) -> None:
     # A closed engine has loaded all weights: see _fetch_parameters_.
     if (found := _LIVE.get(engine_id)) is not None:
-        found.load_weight_(p, inputs)
+        found.access.load_weight_(p, inputs)
 
 
 @annotated("unload", _names)
 def _unload_weight_(inputs: Sequence[Tensor], token: Tensor, engine_id: int, p: int) -> None:
     if (found := _LIVE.get(engine_id)) is not None:
-        found.unload_weight_(p)
+        found.access.unload_weight_(p)
 
 
 # The device of an op's first tensor is the op's for Inductor: gradients and parameters come before the token, which is

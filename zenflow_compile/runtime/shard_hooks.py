@@ -45,19 +45,20 @@ class _BeforeUnshard:
     engine_id: int
 
     def __call__(self, sharded: Sequence[Tensor]) -> None:
-        if (engine := _find(self.engine_id)) is not None:
-            engine.before_unshard(sharded)
+        if (access := _find(self.engine_id)) is not None:
+            access.before_unshard(sharded)
 
 
 def synchronize_before_state_dict(engine_id: int, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if (engine := _find(engine_id)) is not None:
-        engine.synchronize()
+    if (access := _find(engine_id)) is not None:
+        access.synchronize()
 
 
 def _before_load(engine_id: int, module: nn.Module, *loading: Any) -> None:
-    if (engine := _find(engine_id)) is not None:
-        engine.before_load()
+    if (access := _find(engine_id)) is not None:
+        access.before_load()
 
 
 def _find(engine_id: int) -> ServesShards | None:
-    return cast("ServesShards | None", ops.find_engine(engine_id))
+    engine = ops.find_engine(engine_id)
+    return None if engine is None else cast("ServesShards", engine.access)

@@ -7,38 +7,28 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zenflow_compile.runtime.engine_core import EngineCore
 from zenflow_compile.runtime.gradients.factors import UNSCALED
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
-from zenflow_compile.runtime.ops import annotated
-from zenflow_compile.runtime.optimizer_runtime import OptimizerRuntime
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.incoming_gradient import Arrival
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.step.clipping import clip_gradients
 from zenflow_compile.runtime.step.slice_updates import Member, members_of, update_slices
+from zenflow_compile.runtime.weight_access import WeightAccess
 
 
-class StepRunner(OptimizerRuntime):
+class StepRunner:
     """Runs optimizer steps, as a whole or, with the optimizer in backward, parameter by parameter."""
 
-    @property
-    def _split_now(self) -> bool:
-        declared = self.options.gradient_accumulation_steps
-        return declared is None or self.backward.count == declared - 1
-
-    @property
-    def windows_hold_gradients(self) -> bool:
-        return any(offloaded.window_gradients for offloaded in self.offloaded.values())
-
-    @property
-    def unapplied(self) -> list[int]:
-        """For each parameter that a flush would change, the number of gradients at most that it would apply.
-
-        Empty where no flush is possible; of several ranks, the first one answers.
-        """
-        if self.closed or self._closing or self.failure is not None or self.calls.rank > 0:
-            return []
-        return [count for offloaded in self.offloaded.values() if (count := offloaded.unapplied(self.step))]
+    def __init__(self, core: EngineCore, access: WeightAccess) -> None:
+        self.core = core
+        self._access = access
+        self.in_backward, self.options = core.in_backward, core.options
+        self.registry, self.offloaded, self.streamed = core.registry, core.offloaded, core.streamed
+        self.weights, self.uploads, self.calls = core.weights, core.uploads, core.calls
+        self.schedule, self.recorder, self._backward = core.schedule, core.recorder, core.backward
+        self.windows_flushed = 0
 
     @property
     def has_gradients(self) -> bool:
@@ -48,29 +38,24 @@ class StepRunner(OptimizerRuntime):
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
             TypeError, RuntimeError: see ``ParamRegistry.check_gradients``.
         """
-        self._check()
+        self.core.check()
         return self.registry.check_gradients()[0]
 
-    @annotated("step", lambda engine: ())
-    def run_step(self) -> bool:
+    def run(self) -> bool:
         """Run one optimizer step on all gradients. Returns False without any; nothing has been changed then.
-
-        The last one of ``total_steps`` flushes.
 
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
         """
-        self._check()
-        for call in self.moments.use_memory:
+        core = self.core
+        core.check()
+        for call in core.moments.use_memory:
             call()
-        with self.calls.step(self.step) as shortest_window:
+        with self.calls.step(core.step) as shortest_window:
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = shortest_window
-            ran = self._run_step()
-        if ran and self.step == self.options.total_steps:
-            self.flush()
-        return ran
+            return self._run()
 
-    def _run_step(self) -> bool:
+    def _run(self) -> bool:
         present, untaken = self.registry.check_gradients()
         if not present:
             return False
@@ -79,7 +64,7 @@ class StepRunner(OptimizerRuntime):
             self.update_parameters(list(self.offloaded))
             self.end_update()
         except BaseException as error:
-            self.failure = error
+            self.core.failure = error
             raise
         return True
 
@@ -88,8 +73,9 @@ class StepRunner(OptimizerRuntime):
 
         Raises: see ``ParamRegistry.check_groups``, or work in flight failed; nothing has been changed then.
         """
-        self.used = True
-        for call in self.moments.begin_step:
+        core = self.core
+        core.used = True
+        for call in core.moments.begin_step:
             call()
         if not self.in_backward and self.registry.unseen_writes.frozen:
             self.registry.unseen_writes.compare_unfrozen()
@@ -101,10 +87,10 @@ class StepRunner(OptimizerRuntime):
             if self.in_backward and offloaded.gradient.state is GradientState.CONSUMED:
                 continue  # its step has begun
             if offloaded.weights.written_by_others:
-                offloaded.notice_external_write(self.step)
+                offloaded.notice_external_write(core.step)
                 to_take[offloaded] = None
             if offloaded.host.flushed:  # no forward has fetched it, and its buffers are needed now
-                self.uploads.apply(offloaded, offloaded.updates.due(self.step))
+                self.uploads.apply(offloaded, offloaded.updates.due(core.step))
                 to_take[offloaded] = None  # a new selection has put its parts together again
             if offloaded.arriving is not None:
                 offloaded.receive_weights()
@@ -117,11 +103,11 @@ class StepRunner(OptimizerRuntime):
             if not (self.in_backward and offloaded.gradient.state is GradientState.CONSUMED):
                 offloaded.gradient.take_from_grad(used=offloaded.uses > 0)
         if (limit := self.options.max_grad_norm) is not None:
-            clip_gradients(self.registry, self.device, limit, self.calls)
+            clip_gradients(self.registry, self.core.device, limit, self.calls)
         self.registry.finish_factors()
-        for call in self.moments.final:
+        for call in core.moments.final:
             call()
-        self._updating = True  # last, so that an error above leaves it unset
+        core.updating = True  # last, so that an error above leaves it unset
 
     def _keep_fitting(self, fitting: Mapping[int, str]) -> None:
         """Keep weights that fit, which no update in flight overwrites: due ones have been applied."""
@@ -129,7 +115,7 @@ class StepRunner(OptimizerRuntime):
             if self.weights.weights[p].has_update_on_its_way:
                 continue
             try:
-                self.keep_weights({p: reason})
+                self._access.keep_weights({p: reason})
             except torch.OutOfMemoryError:  # other processes use the device, or free memory is in pieces
                 return
 
@@ -139,13 +125,14 @@ class StepRunner(OptimizerRuntime):
         Args:
             params: those with columns on the device, in the order of ``ps``, as a graph has them; None: the engine's.
         """
+        core = self.core
         if params is not None:
             on_device = [p for p in ps if self.offloaded[p].plan.k]
             for p, param in zip(on_device, params, strict=True):
                 self.registry.check_storage(p, param)
-        for follow in self.moments.enter:
+        for follow in core.moments.enter:
             follow()
-        warming_up = self.schedule.begin_step(self.step)
+        warming_up = self.schedule.begin_step(core.step)
         members = self._taking_part(ps)
         try:
             self._update_slices(members)  # first: it feeds the scores by which a window flushed below re-selects
@@ -153,12 +140,12 @@ class StepRunner(OptimizerRuntime):
         except BaseException as error:
             # Also an interrupt between the two: one side has taken the gradient. ``UploadScheduler`` withdraws jobs
             # that were not queued, before any wait.
-            self.failure = error
+            core.failure = error
             raise
 
     def _taking_part(self, ps: Sequence[int]) -> list[Member]:
         chosen = [self.offloaded[p] for p in ps]
-        if self._updating:
+        if self.core.updating:
             # A missing gradient takes part, too: update windows flush by the step's number.
             chosen = [each for each in chosen if each.gradient.state in (None, GradientState.PARTS)]
         else:
@@ -171,14 +158,15 @@ class StepRunner(OptimizerRuntime):
         So it is only if its gradients were seen to arrive in one piece. If the parameter shares its version counter,
         its update would make the backward of an earlier graph, which saved a sharer, raise.
         """
+        core = self.core
         record = offloaded.gradient.record
-        if record is None or record.state is not GradientState.PARTS or not self.finalizes_in_backward:
+        if record is None or record.state is not GradientState.PARTS or not core.finalizes_in_backward:
             return False
         whole = offloaded.gradient.arrival is Arrival.WHOLE and offloaded.uses == 1
-        return whole and not offloaded.weights.counter.shared and self._split_now
+        return whole and not offloaded.weights.counter.shared and core.splits_now
 
     def _update_slices(self, members: Sequence[Member]) -> None:
-        for call in self.moments.settle:
+        for call in self.core.moments.settle:
             call()
         chosen = [each for each in members if each.offloaded.gradient.record is not None and each.offloaded.plan.k]
         self.calls.sum_norms([each.offloaded for each in chosen])
@@ -187,7 +175,7 @@ class StepRunner(OptimizerRuntime):
     def _update_on_host(self, members: Sequence[Member], warming_up: bool) -> None:
         """Add gradients, if any, to their update windows, and flush those that are due: all while warming up."""
         flushed: list[FlushedWindow] = []
-        schedule, step = self.schedule, self.step
+        schedule, step = self.schedule, self.core.step
         for offloaded, coefficients, eps in members:
             plan, record = offloaded.plan, offloaded.gradient.record
             if schedule.adaptive:
@@ -217,46 +205,28 @@ class StepRunner(OptimizerRuntime):
         Host jobs are queued before this. Then the device updates what is streamed, then what is resident, while the
         host works. Updates for which the step waits come last.
         """
+        core = self.core
         self.registry.device_updated.update()
         self.calls.gather_streamed(self.streamed.params.values())
-        gather = self.calls.gather_of(self.step + 1, self.offloaded.values())  # first: it asks who has a gradient
-        self.step += 1
-        self._updating = False
-        self.backward.reset()
+        gather = self.calls.gather_of(core.step + 1, self.offloaded.values())  # first: it asks who has a gradient
+        core.step += 1
+        core.updating = False
+        self._backward.reset()
         if self.in_backward:
             for offloaded in self.offloaded.values():
                 offloaded.gradient.record = None
         # Before weights are gathered: its sums over ranks would wait for them.
         self.schedule.end_step()
-        self.uploads.end_step(self.step, gather)
+        self.uploads.end_step(core.step, gather)
         if self.weights.weights:
             self.weights.end_step()
         self.registry.unseen_writes.end_step()
-        self.uploads.refuse_stale_reads(self.step)
+        self.uploads.refuse_stale_reads(core.step)
         for offloaded in self.offloaded.values():
             if offloaded.uses:
                 offloaded.announced, offloaded.uses = True, 0
         if not self.offloaded:  # the next forward uploads nothing, and no node will tell of its end
             self.streamed.prefetch()
-        for call in self.moments.end_step:
+        for call in core.moments.end_step:
             call()
-        self.recorder.step = self.step
-
-    def show_consumed(self) -> None:
-        """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
-        for offloaded in self.offloaded.values():
-            offloaded.gradient.show_consumed()
-
-    def discard(self) -> None:
-        """Forget gradients that are not in ``.grad``."""
-        self._updating = False
-        self.backward.reset()
-        if not self.in_backward:
-            self.backward.task = None  # of a backward that failed
-        self.stale.forget()
-        self.calls.drop_gradients()
-        for offloaded in self.offloaded.values():
-            if not self.in_backward:
-                offloaded.gradient.look()  # drops what is not in ``.grad``
-            elif offloaded.gradient.state is not GradientState.CONSUMED:
-                offloaded.gradient.drop()
+        self.recorder.step = core.step

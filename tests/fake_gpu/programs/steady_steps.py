@@ -145,7 +145,7 @@ def main() -> None:
         "steps": STEPS,
         "offloaded": len(engine.offloaded),
         "parameters": len(list(model.parameters())),
-        "flushed": engine.windows_flushed,
+        "flushed": engine.steps.windows_flushed,
         "code": code,
         "compiled ahead": compiled_by.count(COMPILER),
         "compiled at a launch": len(compiled_by) - compiled_by.count(COMPILER),

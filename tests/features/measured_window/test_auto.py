@@ -40,20 +40,20 @@ def test_time_bounds_windows_from_the_third_step(entry: dict[str, Any] | None, r
     for training, bound, first, flushed in ((slow, 5, 0, 4), (fast, 1, 1, 6)):
         engine = training.optimizer.engine
         training.run(0, 2)
-        assert engine.adaptive_windows.shortest is None
+        assert engine.schedule.adaptive_windows.shortest is None
         training.run(2, 3)
-        assert engine.adaptive_windows.shortest == bound
-        assert engine.windows_flushed == first * count  # values of step 0 decide at step 2
+        assert engine.schedule.adaptive_windows.shortest == bound
+        assert engine.steps.windows_flushed == first * count  # values of step 0 decide at step 2
         training.run(3, 20)
         # Windows of 5 steps, or of 3: the first values of a window decide in its third step.
-        assert engine.windows_flushed == flushed * count
+        assert engine.steps.windows_flushed == flushed * count
     assert rates == []
 
 
 @pytest.mark.parametrize("option", [1, 3, 5])
 def test_given_bound_measures_nothing(option: int, rates: list[float]) -> None:
     training = Training(EAGER_BACKEND, {**AUTO, "update_interval": (option, 5)}).run(0, 12)
-    assert training.optimizer.engine.adaptive_windows == AdaptiveWindows(option, 5, measured=False)
+    assert training.optimizer.engine.schedule.adaptive_windows == AdaptiveWindows(option, 5, measured=False)
     again = Training(EAGER_BACKEND, {**AUTO, "update_interval": (option, 5)}).run(0, 12)
     assert_same(again.weights(), training.weights())
 
@@ -61,7 +61,7 @@ def test_given_bound_measures_nothing(option: int, rates: list[float]) -> None:
 @pytest.mark.parametrize("options", [{"update_interval": 3}, {"policy": "zero_offload"}, {"policy": "resident"}])
 def test_fixed_windows_measure_nothing(options: dict[str, Any], rates: list[float]) -> None:
     training = Training(EAGER_BACKEND, options).run(0, 4)
-    assert training.optimizer.engine.adaptive_windows is None
+    assert training.optimizer.engine.schedule.adaptive_windows is None
 
 
 @pytest.mark.parametrize("position", [1, 2, 3, 6])
@@ -74,9 +74,9 @@ def test_measured_bound_is_saved_in_the_state(position: int, rates: list[float])
     known = position >= 3
     rates += [] if known else [SLOW_HOST]
     resumed = Training(EAGER_BACKEND, AUTO).load(saved)
-    assert resumed.optimizer.engine.adaptive_windows.shortest == (5 if known else None)
+    assert resumed.optimizer.engine.schedule.adaptive_windows.shortest == (5 if known else None)
     resumed.run(position, 16)
-    assert resumed.optimizer.engine.adaptive_windows.shortest == 5
+    assert resumed.optimizer.engine.schedule.adaptive_windows.shortest == 5
     assert rates == []
     if known:
         assert_same(resumed.weights(), whole.weights())
@@ -94,7 +94,7 @@ def test_option_overrides_the_state(rates: list[float]) -> None:
     rates += [SLOW_HOST]
     saved = Training(EAGER_BACKEND, AUTO).run(0, 6).saved()
     resumed = Training(EAGER_BACKEND, {**AUTO, "update_interval": (2, 5)}).load(saved)
-    assert resumed.optimizer.engine.adaptive_windows == AdaptiveWindows(2, 5, measured=False)
+    assert resumed.optimizer.engine.schedule.adaptive_windows == AdaptiveWindows(2, 5, measured=False)
 
 
 # Re-selection by drift.

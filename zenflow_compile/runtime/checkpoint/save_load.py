@@ -116,7 +116,7 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
             engine.abandon()
             _load(engine, groups, checked)
         except BaseException as error:
-            engine.failure = error
+            engine.core.failure = error
             raise
 
 
@@ -190,12 +190,12 @@ def _entries(engine: Engine, index: int) -> dict[str, Tensor]:
 def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) -> None:
     for group, values in zip(groups, checked.groups, strict=True):
         group.update({key: _own(value) for key, value in values.items()})
-    engine.step = checked.step
-    engine.used = engine.used or checked.step > 0
+    engine.core.step = checked.step
+    engine.core.used = engine.core.used or checked.step > 0
     engine.recorder.step = engine.step
     engine.schedule.continue_with(checked.shortest_window)
     for index, weight in checked.weights.items():
-        engine.write_weight(index, weight)  # of a flushed window; compared with the masters at the first use
+        engine.access.write_weight(index, weight)  # of a flushed window; compared with the masters at the first use
     for index in range(len(engine.params)):
         entry, plan = checked.entries.get(index), engine.plan.params[index]
         if entry is not None and plan.shard is None and plan is not plan.whole:  # of a shard, it is local already

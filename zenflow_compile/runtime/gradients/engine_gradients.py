@@ -25,9 +25,15 @@ from zenflow_compile.runtime.recorder import Recorder
 
 
 class Accumulator(Protocol):
-    """An engine, which takes gradients that autograd adds to one in ``.grad``."""
+    """Takes gradients that autograd adds to one in ``.grad``."""
 
     def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None: ...
+
+
+class HasIntake(Protocol):
+    """An engine."""
+
+    intake: Accumulator
 
 
 class SplitGradient(Protocol):
@@ -60,7 +66,7 @@ class Gradients:
     def __init__(
         self,
         params: Mapping[int, HasGradient],
-        engine: weakref.ref[Accumulator],
+        engine: weakref.ref[HasIntake],
         recorder: Recorder,
         device: torch.device,
         *,

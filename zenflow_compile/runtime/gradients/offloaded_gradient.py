@@ -520,7 +520,7 @@ class ShownGradient(GradientSource, ABC):
     def accumulate(self, record: GradientRecord, grad: Tensor) -> None:
         if (engine := self._gradients.engine()) is None:
             record.refuse("add to")
-        engine.accumulate_grad(self.plan.index, record, grad)
+        engine.intake.accumulate_grad(self.plan.index, record, grad)
 
     def became_dense(self) -> None:
         self._gradients.became_dense()

@@ -105,10 +105,10 @@ class Claim:
         if (optimizer := self._optimizer()) is None:
             return  # it was collected, and its engine may still be closing in another thread
         engine = None if self.serving is None else self.serving()
-        if engine is not None and engine.used and not engine.closed:
-            engine.accept_grad(p)
+        if engine is not None and engine.core.used and not engine.closed:
+            engine.intake.accept_grad(p)
         else:
-            optimizer.engine.accept_grad(p)  # builds the engine, or replaces an outdated one
+            optimizer.engine.intake.accept_grad(p)  # builds the engine, or replaces an outdated one
 
     def check_params(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Check that the optimizer's current ``param_groups`` still have the claimed parameters.

@@ -355,4 +355,4 @@ class ParamRegistry:
 
 def _apply_due(engine: weakref.ref[Any], index: int) -> None:
     if (found := engine()) is not None:
-        found.apply_due_of(index)
+        found.access.apply_due_of(index)

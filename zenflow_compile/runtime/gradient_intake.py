@@ -1,0 +1,268 @@
+"""Gradients as they arrive: from graphs, from hooks on ``.grad``, and from autograd's accumulation into ``.grad``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from zenflow_compile.runtime import errors
+from zenflow_compile.runtime.autograd_hooks import end_callback
+from zenflow_compile.runtime.engine_core import EngineCore
+from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
+from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
+from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
+from zenflow_compile.runtime.sharding import LocalShard
+from zenflow_compile.torch_internals import torch_private
+
+
+class GradientIntake:
+    """Takes the gradients of each backward, and knows when one begins and ends."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.in_backward = core.in_backward
+        self.registry, self.params, self.offloaded = core.registry, core.params, core.offloaded
+        self.backward, self.stale = core.backward, core.stale
+        self.uploads, self.calls = core.uploads, core.calls
+        self._end_callback = end_callback(weakref.ref(self))
+
+    def begin_backward(self, arrived: int | None = None) -> None:
+        """Begin a backward that is not known yet; ``arrived``: the parameter whose gradient showed it."""
+        core = self.core
+        if core.failure is not None or core.closing:
+            core.check()
+        task = torch_private.current_graph_task()
+        backward = self.backward
+        if task == backward.task:
+            return
+        core.used = True
+        for call in core.moments.enter_backward:
+            call()
+        if self.in_backward:
+            self._begin_in_backward(arrived)
+        # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
+        backward.task = task
+        backward.contributed = backward.received = False
+        torch_private.queue_backward_callback(self._end_callback)
+        for call in core.moments.begin_backward:
+            call()
+
+    def _begin_in_backward(self, arrived: int | None) -> None:
+        """Begin a backward that steps at its end. Gradients of a failed one are dropped; that of ``arrived`` stays.
+
+        Raises:
+            RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
+        """
+        core = self.core
+        if torch_private.inside_compiled_autograd():
+            raise RuntimeError(
+                "a model compiled without an optimizer object steps at the end of its backward, and compiled autograd "
+                "does not tell when that is; run the backward without compiled autograd, or create a ZenFlowAdamW and "
+                "call its step()"
+            )
+        self.backward.refuse_concurrent()
+        for call in core.moments.begin_updates:  # updates may run before ``begin_update`` does this
+            call()
+        if self.backward.task is not None:
+            core.refuse_half_made_step()
+            with self.stale.dropped(arrived):
+                self.discard()
+                self.backward.task = None  # nothing is left of it
+        self._compare_samples()
+
+    def _compare_samples(self) -> None:
+        """Notice unseen writes before an update in this backward would undo them."""
+        core = self.core
+        self.registry.unseen_writes.compare_unfrozen()
+        for offloaded in self.offloaded.values():
+            if offloaded.weights.unverified:
+                offloaded.notice_external_write(core.step)
+            if offloaded.host.flushed:  # no forward has fetched it
+                self.uploads.apply(offloaded, offloaded.updates.due(core.step))
+        self.registry.unseen_writes.begin_step()
+
+    def end_backward(self, *, nested: bool) -> None:
+        """End the backward, and with it the step of the optimizer-in-backward form.
+
+        A backward that was asked for no gradient of the engine's (``torch.autograd.grad(loss, x)``) does not count.
+
+        Raises:
+            RuntimeError: the backward ran inside another one, which goes on: the step would come too early.
+        """
+        core = self.core
+        if nested:
+            self.backward.task = None
+            self.calls.refuse_nested_backward()
+            if self.in_backward:
+                raise RuntimeError(
+                    "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
+                    "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
+                )
+            return
+        for call in core.moments.end_backward:
+            call()
+        if self.backward.contributed:
+            for call in core.moments.contributed:
+                call()
+            self.backward.count += 1
+            if self.in_backward and core.on_backward_end is not None and (optimizer := core.optimizer) is not None:
+                core.on_backward_end(optimizer)
+        self.backward.task = None  # last: until here an interrupt leaves the same state as a backward that raised
+
+    def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Take the gradients of the parameters ``ps`` from a graph, and start their copies."""
+        core = self.core
+        split_now, chosen = core.splits_now, [self.offloaded[p] for p in ps]
+        contribute = self.calls.contribute
+        with self.backward.lock:
+            for call in core.moments.gradients:
+                call()
+            # Under the lock: a backward in another thread may bring a gradient of the same parameter.
+            # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
+            usual = torch_private.accumulates_all([offloaded.gradient.accumulate_node for offloaded in chosen])
+            if usual:
+                self.backward.contributed = True
+            usual = usual and not self.in_backward
+            for offloaded, grad in zip(chosen, grads, strict=True):
+                param = offloaded.param
+                free = usual and param.grad is None and not param._backward_hooks
+                if not free and not self._takes(offloaded, grad):
+                    continue
+                contribute(offloaded, grad, send=split_now)
+
+    def _takes(self, offloaded: OffloadedParam, grad: Tensor) -> bool:
+        """Whether the engine takes a gradient of a graph.
+
+        It does not where autograd was not asked for the gradient, and where hooks, a tensor of the user's in ``.grad``,
+        or the caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
+        """
+        asked = torch_private.asked_for(offloaded.gradient.accumulate_node)
+        if asked is torch_private.Asked.NO and (asked := offloaded.gradient.asked_again()) is torch_private.Asked.NO:
+            return False
+        backward, accumulates = self.backward, asked is torch_private.Asked.ACCUMULATE
+        if accumulates:
+            backward.contributed = True
+            if self.in_backward:
+                errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
+            param = offloaded.param
+            if (param.grad is None and not param._backward_hooks) or not offloaded.gradient.leaves_to_autograd:
+                return True
+        offloaded.gradient.returned = backward.task if accumulates else None
+        # A copy, since the graph reuses the gradient's memory.
+        backward.returned[torch_private.current_graph_task(), offloaded.plan.index] = grad.detach().clone()
+        return False
+
+    def returned_gradients(self, ps: Sequence[int]) -> dict[int, Tensor]:
+        """Gradients of ``ps`` that the ending compiled backward returns to autograd, by parameter."""
+        returned = self.backward.returned
+        if not returned:
+            return {}
+        # Without the lock: no other backward has keys with this task.
+        task = torch_private.current_graph_task()
+        return {p: returned.pop((task, p)) for p in ps if (task, p) in returned}
+
+    def accept_grad(self, p: int) -> None:
+        """Take a gradient that has reached ``.grad``: the entry without a graph.
+
+        Raises:
+            TypeError: it is sparse.
+            RuntimeError: it belongs to weights before an update that was in flight; or see ``refuse_gradient_hooks``.
+        """
+        core = self.core
+        backward = self.backward
+        with backward.lock:
+            known = torch_private.current_graph_task() == backward.task
+            if not known or core.failure is not None or core.closing:
+                self.begin_backward(p)
+            for call in core.moments.gradients:
+                call()
+            param, offloaded = self.params[p], self.offloaded.get(p)
+            if offloaded is None:
+                backward.contributed = True
+                if param.grad is not None and param.grad.is_sparse:
+                    errors.refuse_sparse_grad(param, self.registry.plan.params[p].name)
+                if self.in_backward:
+                    self.stale.note(p)
+                self.calls.note_on_device(p)
+                return
+            if isinstance(param.grad, OffloadedGradient):
+                return  # ``offload_gradients`` has taken it: that of a shard, which the hook sees as part of a DTensor
+            backward.contributed = True
+            errors.refuse_sparse_grad(param, offloaded.plan.name)
+            if self.in_backward:
+                errors.refuse_gradient_hooks(param, offloaded.plan.name)
+            if backward.concurrent:
+                errors.refuse_concurrent_backward()  # it may add to ``.grad`` while this thread takes the gradient out
+            self._arrived_through_autograd(offloaded)
+            # A tensor that users can see stays where it is, and the optimizer step takes it from there.
+            if self.in_backward or _is_only_in_grad(param):
+                grad, param.grad = param.grad, None
+                assert grad is not None
+                self.calls.contribute(offloaded, grad, send=core.splits_now)
+            else:
+                self.calls.refuse_gradient_of_user(offloaded.plan.name)
+
+    def accumulate_grad(self, p: int, record: GradientRecord, grad: Tensor) -> None:
+        """Add ``grad``, which autograd accumulates into the gradient of parameter ``p`` in ``.grad``."""
+        core = self.core
+        with self.backward.lock:
+            self.begin_backward(p)
+            for follow in core.moments.enter:
+                follow()
+            self.backward.contributed = True
+            offloaded = self.offloaded[p]
+            self._arrived_through_autograd(offloaded)
+            if offloaded.gradient.takes_more(record):
+                self.calls.contribute(offloaded, grad, send=core.splits_now)
+            elif record.state is GradientState.CONSUMED:
+                record.state = GradientState.SPOILED
+            elif record.state is not GradientState.SPOILED:
+                self.calls.refuse_gradient_of_user(offloaded.plan.name)
+                record.make_dense().add_(grad)
+
+    def _arrived_through_autograd(self, offloaded: OffloadedParam) -> None:
+        """Note that first uses of the weight may be unknown, so that its updates are applied in ``step()``.
+
+        Autograd may have added the gradient of an uncompiled use to one that a graph has returned.
+
+        Raises:
+            RuntimeError: an update of the weight was in flight, so that the gradient belongs to old weights.
+        """
+        if isinstance(offloaded.param, LocalShard):
+            return  # FSDP2 says when it gathers weights; one that stayed gathered over a step has not seen its update
+        offloaded.gradient.through_autograd = True
+        in_flight = offloaded.updates.due(self.core.step) or offloaded.arriving is not None
+        if offloaded.gradient.returned != self.backward.task and in_flight:
+            raise RuntimeError(
+                f"{offloaded.plan.name} was read outside of the compiled model while an update of it was in flight, so "
+                "this gradient is of old weights; call optimizer.synchronize() before running the model uncompiled"
+            )
+
+    def show_consumed(self) -> None:
+        """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
+        for offloaded in self.offloaded.values():
+            offloaded.gradient.show_consumed()
+
+    def discard(self) -> None:
+        """Forget gradients that are not in ``.grad``."""
+        self.core.updating = False
+        self.backward.reset()
+        if not self.in_backward:
+            self.backward.task = None  # of a backward that failed
+        self.stale.forget()
+        self.calls.drop_gradients()
+        for offloaded in self.offloaded.values():
+            if not self.in_backward:
+                offloaded.gradient.look()  # drops what is not in ``.grad``
+            elif offloaded.gradient.state is not GradientState.CONSUMED:
+                offloaded.gradient.drop()
+
+
+def _is_only_in_grad(param: Parameter) -> bool:
+    """Whether the gradient that has reached ``.grad`` is autograd's, and code of the user's does not refer to it."""
+    if isinstance(param, LocalShard):  # FSDP2 made the tensor, and refers to it until its hooks have run
+        return not torch_private.adds_to_sharded_grad()
+    return torch_private.only_parameter_holds_grad(param)
