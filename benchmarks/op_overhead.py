@@ -34,8 +34,13 @@ from zenflow_compile.runtime.step import schedule, slice_updates
 TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
 
-NODES = ("fetch_parameters_", "begin_backward", "offload_gradients", "update_parameters")
-ENTRIES = (*NODES, "accept_grad", "end_backward")  # hooks and callbacks of autograd, too
+NODES = {
+    "fetch_parameters_": "access", "begin_backward": "intake", "offload_gradients": "intake",
+    "update_parameters": "steps",
+}  # fmt: skip
+"""What graph nodes call, by the engine's stage that has it."""
+
+ENTRIES = {**NODES, "accept_grad": "intake", "end_backward": "intake"}  # hooks and callbacks of autograd, too
 OPERATORS = (
     (column_ops, "norms_and_split"), (column_ops, "adam_columns_"), (column_ops, "merge_columns"),
     (ResidentAdam, "update"), (slice_updates, "feed_scores"),
@@ -167,8 +172,9 @@ class Training:
         """Wrap the engine's entry points and the optimizer step."""
         optimizer = self.optimizer
         assert optimizer is not None
-        for name in ENTRIES:
-            setattr(optimizer.engine, name, self.spent.wrap(name, getattr(optimizer.engine, name)))
+        for name, stage in ENTRIES.items():
+            owner = getattr(optimizer.engine, stage)
+            setattr(owner, name, self.spent.wrap(name, getattr(owner, name)))
         optimizer.step = self.spent.wrap("step", optimizer.step)  # type: ignore[method-assign]
 
     @contextmanager
