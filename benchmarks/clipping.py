@@ -74,7 +74,7 @@ def grad_us(training: Training, repeats: int) -> Spread:
     param = offloaded.param
 
     def put() -> None:
-        param.grad = OffloadedGradient.of(GradientRecord(offloaded.gradient._like, offloaded.gradient._me))
+        param.grad = OffloadedGradient.of(GradientRecord(offloaded.shown.like, offloaded.shown.me))
 
     times = timeit.repeat(put, number=1000, repeat=repeats)
     param.grad = None

@@ -17,6 +17,6 @@ def test_declared_backwards_copy_in_the_last_one(declared: int | None, copied_af
         training.loss(index).backward()
         states = training.optimizer.engine.offloaded.values()
         assert states
-        seen.append(all(state.gradient._copy is not None for state in states))
+        seen.append(all(state.parts.copy is not None for state in states))
     assert seen == copied_after
     training.optimizer.step()

@@ -55,7 +55,7 @@ def test_failed_backward_is_dropped_or_stops(max_grad_norm: float | None) -> Non
         failing.backward()
     handle.remove()
     offloaded = optimizer.engine.offloaded.values()
-    updated = [each.plan.name for each in offloaded if each.gradient.state is GradientState.CONSUMED]
+    updated = [each.plan.name for each in offloaded if each.shown.state is GradientState.CONSUMED]
     assert bool(updated) == (max_grad_norm is None)
     if updated:
         failing = loss(4)
@@ -70,7 +70,7 @@ def test_failed_backward_is_dropped_or_stops(max_grad_norm: float | None) -> Non
     optimizer.synchronize()
     assert optimizer.engine.step == steps + 1
     assert model.bias.grad is None
-    assert all(each.gradient.record is None for each in optimizer.engine.offloaded.values())
+    assert all(each.shown.record is None for each in optimizer.engine.offloaded.values())
     for each in optimizer.engine.offloaded.values():
         attempts = each.host.taken + len(each.host.open)
         assert each.device.steps == attempts == steps + 1
@@ -157,7 +157,7 @@ def test_first_gradient_after_a_half_made_step_raises() -> None:
     engine = optimizer_of(cut.call).engine
     first, head = (each for each in engine.offloaded.values())
     cut.fail(3)
-    assert (first.gradient.state, head.gradient.state) == (GradientState.CONSUMED, GradientState.PARTS)
+    assert (first.shown.state, head.shown.state) == (GradientState.CONSUMED, GradientState.PARTS)
     with pytest.raises(RuntimeError, match="half-way"):
         cut.run(4)
     assert (engine.step, first.device.steps, head.device.steps) == (3, 4, 3)

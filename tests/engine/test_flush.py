@@ -48,7 +48,7 @@ def test_flush_and_close_leave_equal_weights(name: str, entry: dict[str, Any] | 
             assert (adaptive["latest_selected"], adaptive["next_selected"]) == (None, None)
             assert not each.host.open
             assert not each.host.flushed
-            assert each.gradient.window_sum is None or not each.gradient.window_sum.coefficients
+            assert each.parts.window_sum is None or not each.parts.window_sum.coefficients
         flushed.optimizer.close()
         assert_same(flushed.weights_as_they_are(), weights)
 
@@ -100,7 +100,7 @@ def test_flush_keeps_loaded_weights(name: str, tmp_path: Path) -> None:
     assert_same(training.weights_as_they_are(), list(best.values()))
     for each in training.optimizer.engine.offloaded.values():
         assert not each.host.open
-        assert each.gradient.window_sum is None or not each.gradient.window_sum.coefficients
+        assert each.parts.window_sum is None or not each.parts.window_sum.coefficients
     saved = training.saved()
     expected = training.run(7, 15).weights()
     assert_same(Training(EAGER_BACKEND, options_of(name, tmp_path)).load(saved).run(7, 15).weights(), expected)

@@ -250,7 +250,7 @@ def test_interrupted_apply_is_repaired_or_raises(functions: set[str]) -> None:
 def each_buffer_is_somewhere_once(training: Training) -> None:
     registry = training.optimizer.engine.registry
     taken = {
-        "down_ring": [each.gradient._staged for each in registry.offloaded.values() if each.gradient._staged],
+        "down_ring": [each.parts.staged for each in registry.offloaded.values() if each.parts.staged],
         "up_ring": [each.updates.upload.buffer for each in registry.offloaded.values() if each.updates.upload],
     }
     for name, buffers in taken.items():
@@ -291,7 +291,7 @@ def test_interrupted_gradient_copy_loses_no_buffer() -> None:
         training.backward(3)
         training.optimizer.zero_grad()
 
-    functions = {"_split", "copy_to_host", "discard", "_release_parts", "next_free", "view", "wait_on_device"}
+    functions = {"split", "copy_to_host", "discard", "release", "next_free", "view", "wait_on_device"}
     assert every_point(backward, functions, discard) > 10
     expected = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 4).weights()
     assert_same(training.run(3, 4).weights(), expected)
@@ -301,8 +301,8 @@ def test_interrupted_gradient_copy_loses_no_buffer() -> None:
 # Where the explicit form takes gradients: in a backward, at the beginning of a step, and when ``.grad`` is cleared.
 TAKING = {
     "begin_backward", "offload_gradients", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
-    "end_backward", "receive", "_receive_more", "_matrix", "accumulates_all", "_add", "_split", "norms_and_split",
-    "_rebuild", "_release_parts", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up",
+    "end_backward", "receive", "_receive_more", "_matrix", "accumulates_all", "_add", "split", "norms_and_split",
+    "rebuild", "release", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up",
     "dropped", "make_dense", "take_from_grad", "finish_factors", "read",
 }  # fmt: skip
 
@@ -420,7 +420,7 @@ def test_interrupted_step_repeats_or_stops(entry: dict[str, Any] | None, backwar
 
 EDITING = {
     "__torch_dispatch__", "_on_dense", "dense", "values", "make_dense", "_set_dense", "overwrite", "replaced", "data",
-    "_leave_engine", "give_up", "_release_parts", "zero", "_zero", "read", "values_of", "_assemble", "became_dense",
+    "_leave_engine", "give_up", "release", "zero", "_zero", "read", "values_of", "assemble", "became_dense",
     "moved", "scale", "times",
 }  # fmt: skip
 
@@ -505,7 +505,7 @@ def test_step_after_interrupted_edit_uses_gradient(edit: Callable[[torch.Tensor]
 
 
 BEGINNING = {
-    "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "_split",
+    "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "split",
     "norms_and_split", "copy_to_host", "_send", "finish_factors", "raise_failures", "copied",
     "_matrix", "written_by_others", "matches",
 }  # fmt: skip

@@ -154,7 +154,7 @@ def test_residuals_follow_their_slices() -> None:
     changed = 0
     engine = training.optimizer.engine
     for step in range(8):
-        residuals = [each.gradient.residual for each in engine.offloaded.values() if each.gradient.residual]
+        residuals = [each.parts.residual for each in engine.offloaded.values() if each.parts.residual]
         before = [
             (each.device.selection.deferred, residual.lost.clone())
             for each, residual in zip(engine.offloaded.values(), residuals, strict=True)

@@ -143,8 +143,8 @@ class Made:
         model(torch.ones(2, 6)).square().sum().backward()
         offloaded = list(engine.offloaded.values())
         assert len(offloaded) == 2
-        self.expected = [each.gradient.record.read().clone() for each in offloaded if each.gradient.record is not None]
-        self.records = [weakref.ref(each.gradient.record) for each in offloaded if each.gradient.record is not None]
+        self.expected = [each.shown.record.read().clone() for each in offloaded if each.shown.record is not None]
+        self.records = [weakref.ref(each.shown.record) for each in offloaded if each.shown.record is not None]
         stages = [stage for each in offloaded for stage in (each, each.gradient, each.updates)]
         self.others = [weakref.ref(each) for each in (engine, model, *model.parameters(), *stages)]
         self.kept = way(model, optimizer)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tests.ranks.models import ALL_POLICIES, backward, batch, on_ranks, uneven
 from tests.support.rank_processes import RankProcesses, messages
+from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 
@@ -32,7 +33,7 @@ def train_and(rank: int, failure: str) -> None:
         for step in range(3):
             if step == 1 and rank == 1:
                 if failure == "raise":
-                    patch.setattr(IncomingGradient, "copy_to_host", _fail)
+                    patch.setattr(GradientParts, "copy_to_host", _fail)
                 elif failure == "in step":
                     patch.setattr(IncomingGradient, "commit", _fail)
                 elif failure == "exit":

@@ -39,8 +39,8 @@ pytestmark = pytest.mark.timeout(120)
 def _own_norms(self: GradientReduction) -> None:
     """Each rank clips by the norm of its own shares."""
     for offloaded in self._registry.offloaded.values():
-        if offloaded.gradient.record is not None and offloaded.gradient.record.state.away:
-            offloaded.gradient.record.norm = offloaded.gradient.squared_norms.sum().sqrt()
+        if offloaded.shown.record is not None and offloaded.shown.record.state.away:
+            offloaded.shown.record.norm = offloaded.shown.squared_norms.sum().sqrt()
 
 
 def _first_selection(self: WeightGather, offloaded: OffloadedParam) -> bool:

@@ -156,7 +156,7 @@ def test_gradient_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
         offloaded = optimizer.engine.offloaded[0]
         with pytest.raises(RuntimeError, match=re.escape(f"gradient of weight has the shape {list(shape)}")):
             offloaded.gradient.matrix_of(torch.zeros(shape))
-        assert offloaded.gradient.record is None
+        assert offloaded.shown.record is None
         assert model.weight.grad is None
 
 

@@ -74,7 +74,7 @@ def without(where: str, piece: str, shown_by: Case, instead: str = "pass") -> Mu
 
 LANE = "device.stream_lane:StreamLane.submit"
 PARAM = "parameters.offloaded_param:"
-GRADIENT = "parameters.incoming_gradient:"
+PARTS = "parameters.gradient_parts:GradientParts."
 UPDATES = "parameters.flushed_updates:"
 HOST = "parameters.host_state:HostState."
 STREAMED = "device_updates.streamed_adam:StreamedAdam."
@@ -119,15 +119,15 @@ MUTANTS = {
         Case("summed", model="gpt", delays="D2H last"),
     ),
     "split into a buffer that is being copied": without(
-        GRADIENT + "IncomingGradient._room_for_deferred", "self.transport.wait_on_device(reader, self.plan.name)",
+        PARTS + "_room_for_deferred", "self.transport.wait_on_device(reader, self.plan.name)",
         Case("exact", delays="D2H last"),
     ),
     "ring buffer without its reader": without(
-        GRADIENT + "IncomingGradient.copy_to_host", "staged.read_by = copy, None, False, copy[1]",
+        PARTS + "copy_to_host", "staged.read_by = copy, None, False, copy[1]",
         Case("exact", delays="D2H last"), "staged.read_by = copy, None, False, None",
     ),
     "read of a gradient before its copy": without(
-        GRADIENT + "IncomingGradient._assemble", "ticket.wait()", Case("windows", habit="reads", delays="D2H last")
+        PARTS + "assemble", "ticket.wait()", Case("windows", habit="reads", delays="D2H last")
     ),
     "merge before the upload": without(
         UPDATES + "FlushedUpdates.apply_next", "self.transport.wait_on_device(upload.ticket, self.plan.name)",
@@ -142,7 +142,7 @@ MUTANTS = {
         Case("late every step", delays="jobs last"), "before = None",
     ),
     "gradient over an update that no forward has read": without(
-        GRADIENT + "IncomingGradient._send", "update.leave_buffer()",
+        PARTS + "_send", "update.leave_buffer()",
         Case("windows", "experts", delays="jobs last", values=False),
     ),
     "gradient over an upload that is being copied": without(

@@ -54,7 +54,7 @@ def test_conditions_on_modes_are_told(condition: str, asks: bool) -> None:
 
 def test_largest_class_counts_what_it_inherits() -> None:
     methods = ratchets.methods_of_classes()
-    assert methods["IncomingGradient"] > methods["ShownGradient"]
+    assert methods["PendingParts"] > methods["PendingGradient"]
 
 
 def test_calls_are_counted_in_all_threads() -> None:

@@ -148,7 +148,7 @@ class GradientIntake:
             if self.in_backward:
                 errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
             param = offloaded.param
-            if (param.grad is None and not param._backward_hooks) or not offloaded.gradient.leaves_to_autograd:
+            if (param.grad is None and not param._backward_hooks) or not offloaded.shown.leaves_to_autograd:
                 return True
         offloaded.gradient.returned = backward.task if accumulates else None
         # A copy, since the graph reuses the gradient's memory.
@@ -215,7 +215,7 @@ class GradientIntake:
             self.backward.contributed = True
             offloaded = self.offloaded[p]
             self._arrived_through_autograd(offloaded)
-            if offloaded.gradient.takes_more(record):
+            if offloaded.shown.takes_more(record):
                 self.calls.contribute(offloaded, grad, send=core.splits_now)
             elif record.state is GradientState.CONSUMED:
                 record.state = GradientState.SPOILED
@@ -244,7 +244,7 @@ class GradientIntake:
     def show_consumed(self) -> None:
         """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
         for offloaded in self.offloaded.values():
-            offloaded.gradient.show_consumed()
+            offloaded.shown.show_consumed()
 
     def discard(self) -> None:
         """Forget gradients that are not in ``.grad``."""
@@ -256,9 +256,9 @@ class GradientIntake:
         self.calls.drop_gradients()
         for offloaded in self.offloaded.values():
             if not self.in_backward:
-                offloaded.gradient.look()  # drops what is not in ``.grad``
-            elif offloaded.gradient.state is not GradientState.CONSUMED:
-                offloaded.gradient.drop()
+                offloaded.shown.look()  # drops what is not in ``.grad``
+            elif offloaded.shown.state is not GradientState.CONSUMED:
+                offloaded.shown.drop()
 
 
 def _is_only_in_grad(param: Parameter) -> bool:

@@ -84,7 +84,7 @@ class StepRunner:
         for offloaded in self.offloaded.values():
             if suspect:
                 offloaded.raise_failures()
-            if self.in_backward and offloaded.gradient.state is GradientState.CONSUMED:
+            if self.in_backward and offloaded.shown.state is GradientState.CONSUMED:
                 continue  # its step has begun
             if offloaded.weights.written_by_others:
                 offloaded.notice_external_write(core.step)
@@ -100,7 +100,7 @@ class StepRunner:
             self.weights.fitting = {}
             self._keep_fitting(fitting)
         for offloaded in to_take:
-            if not (self.in_backward and offloaded.gradient.state is GradientState.CONSUMED):
+            if not (self.in_backward and offloaded.shown.state is GradientState.CONSUMED):
                 offloaded.gradient.take_from_grad(used=offloaded.uses > 0)
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.core.device, limit, self.calls)
@@ -147,7 +147,7 @@ class StepRunner:
         chosen = [self.offloaded[p] for p in ps]
         if self.core.updating:
             # A missing gradient takes part, too: update windows flush by the step's number.
-            chosen = [each for each in chosen if each.gradient.state in (None, GradientState.PARTS)]
+            chosen = [each for each in chosen if each.shown.state in (None, GradientState.PARTS)]
         else:
             chosen = [each for each in chosen if self._is_final_in_backward(each)]
         return members_of(chosen, self.registry)
@@ -159,7 +159,7 @@ class StepRunner:
         its update would make the backward of an earlier graph, which saved a sharer, raise.
         """
         core = self.core
-        record = offloaded.gradient.record
+        record = offloaded.shown.record
         if record is None or record.state is not GradientState.PARTS or not core.finalizes_in_backward:
             return False
         whole = offloaded.gradient.arrival is Arrival.WHOLE and offloaded.uses == 1
@@ -168,7 +168,7 @@ class StepRunner:
     def _update_slices(self, members: Sequence[Member]) -> None:
         for call in self.core.moments.settle:
             call()
-        chosen = [each for each in members if each.offloaded.gradient.record is not None and each.offloaded.plan.k]
+        chosen = [each for each in members if each.offloaded.shown.record is not None and each.offloaded.plan.k]
         self.calls.sum_norms([each.offloaded for each in chosen])
         update_slices(chosen)
 
@@ -177,7 +177,7 @@ class StepRunner:
         flushed: list[FlushedWindow] = []
         schedule, step = self.schedule, self.core.step
         for offloaded, coefficients, eps in members:
-            plan, record = offloaded.plan, offloaded.gradient.record
+            plan, record = offloaded.plan, offloaded.shown.record
             if schedule.adaptive:
                 unscale = (UNSCALED if record is None else record.final).unscale
                 due = schedule.flushes(plan, offloaded.device, step, present=record is not None, unscale=unscale)
@@ -214,7 +214,7 @@ class StepRunner:
         self._backward.reset()
         if self.in_backward:
             for offloaded in self.offloaded.values():
-                offloaded.gradient.record = None
+                offloaded.shown.record = None
         # Before weights are gathered: its sums over ranks would wait for them.
         self.schedule.end_step()
         self.uploads.end_step(core.step, gather)

@@ -289,7 +289,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     found["schedule"] = torch.tensor(schedule, dtype=torch.float64)
     if window_places(plan):
         found.update(_window_entries(offloaded))
-    if (residual := offloaded.gradient.residual) is not None:
+    if (residual := offloaded.parts.residual) is not None:
         found["residual"] = in_shape(plan, [(selection.deferred, read(residual.lost))], residual.lost.dtype)
     if plan.staleness and plan.deferred:
         waiting = [window.visible_at for window in host.flushed]
@@ -309,7 +309,7 @@ def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
         [*per_gradient, *([empty] * (window_places(plan) - len(per_gradient)))], dtype=torch.float64
     )
     found = {"open": torch.tensor(len(per_gradient)), "coefficients": coefficients}
-    if (window_sum := offloaded.gradient.window_sum) is not None:
+    if (window_sum := offloaded.parts.window_sum) is not None:
         summed = [(deferred, offloaded.transport.device_memory.read(window_sum.total))] if per_gradient else []
         found["window_sum"] = in_shape(plan, summed, torch.float32)
         return found
@@ -326,7 +326,7 @@ def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
 
 def _coefficients(offloaded: OffloadedParam) -> list[StepCoefficients]:
     """The coefficients of each gradient in the update window, oldest first."""
-    window_sum = offloaded.gradient.window_sum
+    window_sum = offloaded.parts.window_sum
     return [buffer.coefficients for buffer in offloaded.host.open] if window_sum is None else window_sum.coefficients
 
 
@@ -381,7 +381,7 @@ def _load_offloaded(
     device.steps = int(entry["step"]) if plan.k else 0
     host.taken = int(entry["step"]) - count if plan.deferred else 0
     _load_window(offloaded, entry, on_host_side, count, engine.step)
-    if (residual := offloaded.gradient.residual) is not None:
+    if (residual := offloaded.parts.residual) is not None:
         residual.lost.copy_(in_slices(plan, entry["residual"].cpu())[on_host_side])
     for visible_at, upload in zip(flushed, uploads, strict=True):
         job = Job.ended(step=engine.step, param=plan.name)
@@ -397,7 +397,7 @@ def _load_window(
     offloaded: OffloadedParam, entry: Mapping[str, Any], deferred: Tensor, count: int, next_step: int
 ) -> None:
     """Load the first ``count`` gradients [deferred, length] of the update window, or their sum."""
-    host, plan, window_sum = offloaded.host, offloaded.plan, offloaded.gradient.window_sum
+    host, plan, window_sum = offloaded.host, offloaded.plan, offloaded.parts.window_sum
     loaded = [StepCoefficients.known(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
     if window_sum is not None:
         window_sum.coefficients = loaded

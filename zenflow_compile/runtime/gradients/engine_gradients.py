@@ -36,8 +36,8 @@ class HasIntake(Protocol):
     intake: Accumulator
 
 
-class SplitGradient(Protocol):
-    """The gradient of an offloaded parameter."""
+class Shown(Protocol):
+    """The gradient of an offloaded parameter as ``.grad`` shows it."""
 
     @property
     def record(self) -> GradientRecord | None: ...
@@ -51,7 +51,7 @@ class HasGradient(Protocol):
     """An offloaded parameter."""
 
     @property
-    def gradient(self) -> SplitGradient: ...
+    def shown(self) -> Shown: ...
 
 
 class Gradients:
@@ -87,11 +87,11 @@ class Gradients:
         """Set the norms of all split gradients that have none yet, with a few operators for all of them."""
         records, squared_norms = [], []
         for param in self._params.values():
-            gradient = param.gradient
-            record = gradient.record
+            shown = param.shown
+            record = shown.record
             if record is not None and record.norm is None and record.state in _IN_PARTS:
                 records.append(record)
-                squared_norms.append(gradient.squared_norms)
+                squared_norms.append(shown.squared_norms)
         if records:
             norms = norms_of_slices(squared_norms)
             for record, norm, spare in zip(records, torch.stack(norms).unbind(), norms, strict=True):

@@ -17,7 +17,7 @@ from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, HostState
 from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
-from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
+from zenflow_compile.runtime.parameters.shown_gradient import ShownGradient
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 
@@ -41,13 +41,13 @@ class FlushedUpdates:
     """
 
     def __init__(
-        self, host: HostState, device: DeviceState, weights: Weights, gradient: IncomingGradient, transport: Transport
+        self, host: HostState, device: DeviceState, weights: Weights, shown: ShownGradient, transport: Transport
     ) -> None:
         self.plan = host.plan
         self.host = host
         self.device = device
         self.weights = weights
-        self.gradient = gradient
+        self.shown, self.parts = shown, shown.parts
         self.transport = transport
         self.upload: Upload | None = None
         self.deadline = self.plan.index
@@ -68,7 +68,7 @@ class FlushedUpdates:
             promptly: visible in the next forward, whatever the staleness.
         """
         try:
-            self.gradient.end_window()
+            self.parts.end_window()
         except BaseException as error:  # the sum may have been taken, and not all of its gradients be in the window
             self.note_half_done(error)
             raise
@@ -211,7 +211,7 @@ class FlushedUpdates:
                 self._reselect(window, window.selection)
 
     def _reselect(self, window: FlushedWindow, wanted: Wanted) -> None:
-        self.gradient.leave_parts()
+        self.shown.leave_parts()
         device, before = self.device, self.device.selection
         try:
             # Hazard: this may run in another stream than the optimizer step, whose stream owns the memory of both and
@@ -235,7 +235,7 @@ class FlushedUpdates:
         except BaseException as error:
             self.note_half_done(error)
             raise
-        self.gradient.slices_changed(before.deferred, device.selection.deferred)
+        self.parts.slices_changed(before.deferred, device.selection.deferred)
 
     def wait_for_state(self) -> None:
         """Wait until no job uses the state; device operators that follow find its device side complete."""

@@ -1,6 +1,7 @@
 """One offloaded parameter at run time. A gradient of it lives in stages, each told in a file from top to bottom:
 
-1. ``incoming_gradient``: received, split, copied to the host and committed to the update window;
+1. ``incoming_gradient``: received, split and copied to the host (``gradient_parts``), shown in ``.grad``
+   (``shown_gradient``), and committed to the update window;
 2. ``host_state``: in the window, with the state of the deferred slices;
 3. ``flushed_updates``: flushed, which makes it a job of the host's workers, uploaded, and merged into the weight;
 4. ``weight_sync`` and ``host_weight``: the weight, which other code may write, and where it is.
@@ -22,9 +23,11 @@ from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.flushed_updates import FlushedUpdates
+from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
-from zenflow_compile.runtime.parameters.kept_gradient import KeptGradient
+from zenflow_compile.runtime.parameters.pending_parts import PendingParts
+from zenflow_compile.runtime.parameters.shown_gradient import ShownGradient
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.sharding import LocalShard
@@ -36,6 +39,7 @@ class OffloadedParam:
 
     Attributes:
         gradient, updates: the stages of the life of its gradients that are told in their files.
+        shown, parts: the gradient as ``.grad`` shows it, and its values.
         host, device, weights: what it has on each side.
         uses: how often the engine was told of a read of the weight since the last optimizer step: by a graph, or FSDP2.
         announced: the engine was told of one before that step. FSDP2 tells of every read.
@@ -60,9 +64,11 @@ class OffloadedParam:
         self.device = device
         self.transport = transport
         self.weights = Weights(plan, param, counter)
-        kind = KeptGradient if plan.keeps_gradient else IncomingGradient
-        self.gradient = kind(plan, param, host, device, transport, gradients)
-        self.updates = FlushedUpdates(host, device, self.weights, self.gradient, transport)
+        given = plan, param, host, device, transport
+        self.parts = PendingParts(*given, gradients.scales) if plan.keeps_gradient else GradientParts(*given)
+        self.shown = ShownGradient(plan, param, gradients, self.parts)
+        self.gradient = IncomingGradient(self.shown, self.parts)
+        self.updates = FlushedUpdates(host, device, self.weights, self.shown, transport)
         self.uses = 0
         self.announced = isinstance(param, LocalShard)
         self.arriving: DeviceEvent | None = None
@@ -72,7 +78,7 @@ class OffloadedParam:
     @property
     def window_gradients(self) -> int:
         """Number of gradients in the update window, in buffers or as a sum."""
-        window_sum = self.gradient.window_sum
+        window_sum = self.parts.window_sum
         return len(self.host.open) + (0 if window_sum is None else len(window_sum.coefficients))
 
     def unapplied(self, now: int) -> int:
@@ -86,7 +92,7 @@ class OffloadedParam:
         """
         count = len(self.host.open)
         self.host.drop_window()
-        count += self.gradient.drop_window()
+        count += self.parts.drop_window()
         self.host.taken += count
         return count
 
@@ -169,7 +175,7 @@ class OffloadedParam:
         """
         self.updates.raise_if_partially_applied()
         self.host.raise_failures()
-        self.gradient.raise_failures()
+        self.parts.raise_failures()
         self.updates.raise_failures()
 
     def abandon(self) -> None:
@@ -188,10 +194,10 @@ class OffloadedParam:
         """Add this parameter's device memory. All work in flight must have ended."""
         self.updates.forget_ended()
         self.gradient.list_memory(found)
-        self.device.list_memory(found, has_gradient=self.gradient.state is GradientState.PARTS)
+        self.device.list_memory(found, has_gradient=self.shown.state is GradientState.PARTS)
         found.numbers(buffer.coefficients.grad_scale for buffer in self.host.open)
 
     @property
     def nbytes(self) -> int:
         """Device memory of this parameter's optimizer state."""
-        return self.device.nbytes + self.gradient.nbytes
+        return self.device.nbytes + self.parts.nbytes

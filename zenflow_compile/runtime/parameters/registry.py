@@ -278,7 +278,7 @@ class ParamRegistry:
             if offloaded.gradient.copied:  # the usual case, at every step
                 present = True
             else:
-                present = offloaded.gradient.check_gradient() or present
+                present = offloaded.shown.check_gradient() or present
                 untaken.append(offloaded)
         return present, untaken
 
@@ -286,7 +286,7 @@ class ParamRegistry:
         """Make the factors on all gradients of the optimizer step final, without a wait for the device."""
         on_device: list[GradientRecord] = []
         for offloaded in self.offloaded.values():
-            if (record := offloaded.gradient.record) is None:
+            if (record := offloaded.shown.record) is None:
                 continue
             clip, unscale = record.clip, record.unscale
             if isinstance(clip, float) and isinstance(unscale, float):
@@ -306,7 +306,7 @@ class ParamRegistry:
     def release_gradients(self, *, keep: bool) -> None:
         """Leave no gradient in ``.grad`` that needs the engine. ``keep``: unused ones become dense there."""
         for offloaded in self.offloaded.values():
-            offloaded.gradient.release_gradient(keep=keep)
+            offloaded.shown.release_gradient(keep=keep)
 
     # Memory, failures and the end.
 

@@ -81,7 +81,7 @@ class StaleGradients:
 
     def updated(self) -> list[str]:
         offloaded = self._registry.offloaded.values()
-        return [each.plan.name for each in offloaded if each.gradient.state is GradientState.CONSUMED]
+        return [each.plan.name for each in offloaded if each.shown.state is GradientState.CONSUMED]
 
     @contextmanager
     def dropped(self, arrived: int | None) -> Iterator[None]:

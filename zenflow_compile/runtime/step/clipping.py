@@ -16,9 +16,9 @@ def clip_gradients(registry: ParamRegistry, device: torch.device, limit: float, 
     All ranks of a sharded model, ``calls``, clip by the norm of the whole gradients.
     """
     away = {
-        offloaded.param: offloaded.gradient.record
+        offloaded.param: offloaded.shown.record
         for offloaded in registry.offloaded.values()
-        if offloaded.gradient.state is GradientState.PARTS and offloaded.gradient.record is not None
+        if offloaded.shown.state is GradientState.PARTS and offloaded.shown.record is not None
     }
     on_device = dict(registry.device_updated.gradients())
     records, resident = list(away.values()), list(on_device.values())

@@ -344,14 +344,14 @@ class GradientReduction:
         """Set the norms of all gradients that have none yet: of the whole gradients, from one message."""
         found = []
         for offloaded in self._registry.offloaded.values():
-            record = offloaded.gradient.record
+            record = offloaded.shown.record
             if record is not None and record.norm is None and record.state in _WITH_NORM:
                 found.append((offloaded, record))
         if not found:
             return
         zero = torch.zeros((), device=self._device)
         squares = [
-            each.gradient.squared_norms.sum() if (share := each.plan.share) and share.first_holder else zero
+            each.shown.squared_norms.sum() if (share := each.plan.share) and share.first_holder else zero
             for each, _ in found
         ]
         norms = self._group.all_reduce(torch.stack(squares)).wait("the norms of the gradients").sqrt_()

@@ -224,7 +224,7 @@ class RankCalls(StepMessages):
         self.weight_gather.gather_flat([each for each in updated if each.has_gradient and each.plan.flat is not None])
 
     def gather_of(self, now: int, offloaded: Iterable[OffloadedParam]) -> Gather:
-        return partial(self.gather_weights, now, [each for each in offloaded if each.gradient.record is not None])
+        return partial(self.gather_weights, now, [each for each in offloaded if each.shown.record is not None])
 
     def begin_save(self) -> None:
         self.group.exchange(Call.STATE)

@@ -33,7 +33,7 @@ def members_of(params: Sequence[OffloadedParam], registry: ParamRegistry) -> lis
     groups, known = registry.group_numbers, dict[tuple[int, Number], tuple[StepCoefficients, float]]()
     for offloaded in params:
         index = offloaded.plan.index
-        grad_scale = (UNSCALED if (record := offloaded.gradient.record) is None else record.final).grad_scale
+        grad_scale = (UNSCALED if (record := offloaded.shown.record) is None else record.final).grad_scale
         if (found := known.get((groups[index], grad_scale))) is None:
             found = known[groups[index], grad_scale] = registry.coefficients(index, grad_scale)
         members.append(Member(offloaded, *found))
@@ -66,5 +66,5 @@ def update_slices(members: Sequence[Member]) -> None:
     for offloaded in params:
         if (home := offloaded.weights.home) is not None and home.loaded and offloaded.weights.put_into_slices():
             home.load()
-    finals = [UNSCALED if (record := each.gradient.record) is None else record.final for each in params]
+    finals = [UNSCALED if (record := each.shown.record) is None else record.final for each in params]
     feed_scores([each.device for each in params], [final.unscale for final in finals])

@@ -30,7 +30,7 @@ class SelectedNorms(Feature):
     def record(self) -> None:
         """Record the gradients of a step, which are final and not yet used."""
         used = (GradientState.PARTS, GradientState.CONSUMED)
-        sides = [offloaded.device for offloaded in self._offloaded.values() if offloaded.gradient.state in used]
+        sides = [offloaded.device for offloaded in self._offloaded.values() if offloaded.shown.state in used]
         timeline = self._recorder.timeline
         if timeline is not None and sides:
             selected = torch.stack([side.selected_norm() for side in sides]).sum()

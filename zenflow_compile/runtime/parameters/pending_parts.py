@@ -1,4 +1,4 @@
-"""The gradient of a parameter whose deferred slices stay on the device until it is final, to be summed or compressed.
+"""The parts of a gradient whose deferred slices stay on the device until it is final, to be summed or compressed.
 
 See ``gradients/pending_gradient.py`` for the sums, the compression and their memory.
 """
@@ -6,22 +6,33 @@ See ``gradients/pending_gradient.py`` for the sums, the compression and their me
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
 
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
-from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient
-from zenflow_compile.runtime.parameters.host_state import GradientBuffer
-from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
+from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient, Scales
+from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
+from zenflow_compile.runtime.parameters.host_state import GradientBuffer, HostState
+from zenflow_compile.runtime.parameters.transport import Transport
 
 
-class KeptGradient(IncomingGradient):
-    """An incoming gradient that is copied when it is final, or when its update window is flushed."""
+class PendingParts(GradientParts):
+    """Parts that are copied when the gradient is final, or when its update window is flushed."""
 
-    _pending: PendingGradient
-
-    def _allocate(self) -> None:
-        self._pending = PendingGradient(self.plan, self.param.device, self._gradients.scales)
+    def __init__(
+        self,
+        plan: ParamPlan,
+        param: Parameter,
+        host: HostState,
+        device: DeviceState,
+        transport: Transport,
+        scales: Scales,
+    ) -> None:
+        super().__init__(plan, param, host, device, transport)
+        self._pending = PendingGradient(plan, param.device, scales)
         self.window_sum, self.residual = self._pending.window_sum, self._pending.residual
 
     def _room_for_deferred(self) -> Tensor:
@@ -31,15 +42,15 @@ class KeptGradient(IncomingGradient):
     def _kept_deferred(self, record: GradientRecord) -> Tensor:
         return super()._kept_deferred(record) if self._pending.gradient is None else self._pending.gradient
 
-    def _release_parts(self) -> None:
-        super()._release_parts()
+    def release(self) -> None:
+        super().release()
         self._pending.gradient = None
 
     def commit(self, coefficients: StepCoefficients | None) -> None:
         if coefficients is not None and self._pending.gradient is not None:
             self._send_block(self._pending.finalize(coefficients))
         super().commit(coefficients)
-        self._release_parts()
+        self.release()
 
     def _send_block(self, outgoing: Outgoing | None) -> None:
         """Copy a sum or a compressed gradient into a buffer of the update window, for every gradient in it."""
@@ -63,10 +74,10 @@ class KeptGradient(IncomingGradient):
         super().abandon()
         self._pending.abandon()
 
-    def list_memory(self, found: MemoryList) -> None:
+    def list_memory(self, found: MemoryList, *, summed: bool) -> None:
         self._pending.forget_ended()
         self._pending.list_memory(found)
-        super().list_memory(found)
+        super().list_memory(found, summed=summed)
 
     @property
     def nbytes(self) -> int:
