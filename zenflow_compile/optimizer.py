@@ -478,7 +478,6 @@ def _backward_ended(optimizer: ZenFlowAdamW) -> None:
     if engine.backward.count >= (optimizer.options.gradient_accumulation_steps or 1) and engine.steps.has_gradients:
         optimizer.step()
         optimizer.zero_grad()
-    engine.intake.show_consumed()
 
 
 def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str, Any]:

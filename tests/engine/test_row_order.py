@@ -83,7 +83,7 @@ class Run:
 
 def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
     """Store the rows of both sides in another order; nothing is in flight, as after ``synchronize()``."""
-    device, host, gradient = offloaded.device, offloaded.host, offloaded.gradient
+    device, host, parts = offloaded.device, offloaded.host, offloaded.parts
     old = device.selection
     inside = torch.randperm(len(old.selected), generator=generator)
     outside = torch.randperm(len(old.deferred), generator=generator)
@@ -98,10 +98,10 @@ def permute(offloaded: OffloadedParam, generator: torch.Generator) -> None:
         blocks = scales_and_values(host.gradients[index]) if offloaded.plan.compressed else (host.gradients[index],)
         for block in blocks:
             block.copy_(block[outside])
-    if gradient.residual is not None:
-        gradient.residual.lost.copy_(gradient.residual.lost[outside])
-    if gradient.window_sum is not None:
-        gradient.window_sum.total.copy_(gradient.window_sum.total[outside])
+    if parts.residual is not None:
+        parts.residual.lost.copy_(parts.residual.lost[outside])
+    if parts.window_sum is not None:
+        parts.window_sum.total.copy_(parts.window_sum.total[outside])
     device.selection = Selection.of(
         old.selected[inside], old.slices, old.selected.device, deferred=old.deferred[outside]
     )

@@ -27,6 +27,7 @@ from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.engine_core import EngineCore
 from zenflow_compile.runtime.gradient_intake import GradientIntake
+from zenflow_compile.runtime.in_backward import InBackwardIntake, InBackwardSteps
 from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes
 from zenflow_compile.runtime.parameters.claim import Claim
@@ -65,8 +66,9 @@ class Engine:
         self.uploads, self.schedule, self.recorder = core.uploads, core.schedule, core.recorder
         self.calls, self.ranks, self.backward, self.graphs = core.calls, core.ranks, core.backward, core.graphs
         self.access = WeightAccess(core)
-        self.intake = GradientIntake(core)
-        self.steps = StepRunner(core, self.access)
+        intake, steps = (InBackwardIntake, InBackwardSteps) if in_backward else (GradientIntake, StepRunner)
+        self.intake: GradientIntake = intake(core)
+        self.steps: StepRunner = steps(core, self.access)
         self._finished = False  # in close(): all work has ended
         self._module_hooks: list[shard_hooks.Removable] = []
         core.arrange()

@@ -23,7 +23,6 @@ class GradientIntake:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.in_backward = core.in_backward
         self.registry, self.params, self.offloaded = core.registry, core.params, core.offloaded
         self.backward, self.stale = core.backward, core.stale
         self.uploads, self.calls = core.uploads, core.calls
@@ -41,8 +40,7 @@ class GradientIntake:
         core.used = True
         for call in core.moments.enter_backward:
             call()
-        if self.in_backward:
-            self._begin_in_backward(arrived)
+        self.prepare(arrived)
         # Only now: the checks above read the old task, which is None unless an earlier backward failed or still runs.
         backward.task = task
         backward.contributed = backward.received = False
@@ -50,39 +48,8 @@ class GradientIntake:
         for call in core.moments.begin_backward:
             call()
 
-    def _begin_in_backward(self, arrived: int | None) -> None:
-        """Begin a backward that steps at its end. Gradients of a failed one are dropped; that of ``arrived`` stays.
-
-        Raises:
-            RuntimeError: parameters were updated in that backward, and others were not. Or see ``StaleGradients``.
-        """
-        core = self.core
-        if torch_private.inside_compiled_autograd():
-            raise RuntimeError(
-                "a model compiled without an optimizer object steps at the end of its backward, and compiled autograd "
-                "does not tell when that is; run the backward without compiled autograd, or create a ZenFlowAdamW and "
-                "call its step()"
-            )
-        self.backward.refuse_concurrent()
-        for call in core.moments.begin_updates:  # updates may run before ``begin_update`` does this
-            call()
-        if self.backward.task is not None:
-            core.refuse_half_made_step()
-            with self.stale.dropped(arrived):
-                self.discard()
-                self.backward.task = None  # nothing is left of it
-        self._compare_samples()
-
-    def _compare_samples(self) -> None:
-        """Notice unseen writes before an update in this backward would undo them."""
-        core = self.core
-        self.registry.unseen_writes.compare_unfrozen()
-        for offloaded in self.offloaded.values():
-            if offloaded.weights.unverified:
-                offloaded.notice_external_write(core.step)
-            if offloaded.host.flushed:  # no forward has fetched it
-                self.uploads.apply(offloaded, offloaded.updates.due(core.step))
-        self.registry.unseen_writes.begin_step()
+    def prepare(self, arrived: int | None) -> None:
+        """Prepare for a backward that begins: nothing where ``step()`` follows."""
 
     def end_backward(self, *, nested: bool) -> None:
         """End the backward, and with it the step of the optimizer-in-backward form.
@@ -95,12 +62,7 @@ class GradientIntake:
         core = self.core
         if nested:
             self.backward.task = None
-            self.calls.refuse_nested_backward()
-            if self.in_backward:
-                raise RuntimeError(
-                    "a backward inside another one (torch.utils.checkpoint with use_reentrant=True) does not tell when "
-                    "the step may run; use use_reentrant=False, or create a ZenFlowAdamW and call its step()"
-                )
+            self.refuse_nested()
             return
         for call in core.moments.end_backward:
             call()
@@ -108,8 +70,7 @@ class GradientIntake:
             for call in core.moments.contributed:
                 call()
             self.backward.count += 1
-            if self.in_backward and core.on_backward_end is not None and (optimizer := core.optimizer) is not None:
-                core.on_backward_end(optimizer)
+            self.after_backward()
         self.backward.task = None  # last: until here an interrupt leaves the same state as a backward that raised
 
     def offload_gradients(self, ps: Sequence[int], grads: Sequence[Tensor]) -> None:
@@ -122,10 +83,7 @@ class GradientIntake:
                 call()
             # Under the lock: a backward in another thread may bring a gradient of the same parameter.
             # The usual case, at every backward: every gradient was asked for, and goes into an empty ``.grad``.
-            usual = torch_private.accumulates_all([offloaded.gradient.accumulate_node for offloaded in chosen])
-            if usual:
-                self.backward.contributed = True
-            usual = usual and not self.in_backward
+            usual = self.all_accumulate(chosen)
             for offloaded, grad in zip(chosen, grads, strict=True):
                 param = offloaded.param
                 free = usual and param.grad is None and not param._backward_hooks
@@ -145,8 +103,7 @@ class GradientIntake:
         backward, accumulates = self.backward, asked is torch_private.Asked.ACCUMULATE
         if accumulates:
             backward.contributed = True
-            if self.in_backward:
-                errors.refuse_gradient_hooks(offloaded.param, offloaded.plan.name)
+            self.refuse_hooks(offloaded)
             param = offloaded.param
             if (param.grad is None and not param._backward_hooks) or not offloaded.shown.leaves_to_autograd:
                 return True
@@ -181,24 +138,18 @@ class GradientIntake:
                 call()
             param, offloaded = self.params[p], self.offloaded.get(p)
             if offloaded is None:
-                backward.contributed = True
-                if param.grad is not None and param.grad.is_sparse:
-                    errors.refuse_sparse_grad(param, self.registry.plan.params[p].name)
-                if self.in_backward:
-                    self.stale.note(p)
-                self.calls.note_on_device(p)
+                self.accept_on_device(p, param)
                 return
             if isinstance(param.grad, OffloadedGradient):
                 return  # ``offload_gradients`` has taken it: that of a shard, which the hook sees as part of a DTensor
             backward.contributed = True
             errors.refuse_sparse_grad(param, offloaded.plan.name)
-            if self.in_backward:
-                errors.refuse_gradient_hooks(param, offloaded.plan.name)
+            self.refuse_hooks(offloaded)
             if backward.concurrent:
                 errors.refuse_concurrent_backward()  # it may add to ``.grad`` while this thread takes the gradient out
             self._arrived_through_autograd(offloaded)
             # A tensor that users can see stays where it is, and the optimizer step takes it from there.
-            if self.in_backward or _is_only_in_grad(param):
+            if self.takes_out_of_grad(param):
                 grad, param.grad = param.grad, None
                 assert grad is not None
                 self.calls.contribute(offloaded, grad, send=core.splits_now)
@@ -241,24 +192,46 @@ class GradientIntake:
                 "this gradient is of old weights; call optimizer.synchronize() before running the model uncompiled"
             )
 
-    def show_consumed(self) -> None:
-        """Let ``.grad`` of offloaded parameters say that the optimizer-in-backward form leaves no gradients."""
-        for offloaded in self.offloaded.values():
-            offloaded.shown.show_consumed()
-
     def discard(self) -> None:
         """Forget gradients that are not in ``.grad``."""
-        self.core.updating = False
+        core = self.core
+        core.updating = False
         self.backward.reset()
-        if not self.in_backward:
-            self.backward.task = None  # of a backward that failed
+        self.backward.task = None  # of a backward that failed
         self.stale.forget()
         self.calls.drop_gradients()
         for offloaded in self.offloaded.values():
-            if not self.in_backward:
-                offloaded.shown.look()  # drops what is not in ``.grad``
-            elif offloaded.shown.state is not GradientState.CONSUMED:
-                offloaded.shown.drop()
+            offloaded.shown.look()  # drops what is not in ``.grad``
+
+    def accept_on_device(self, p: int, param: Parameter) -> None:
+        """Note the gradient in ``.grad`` of the parameter ``p``, which the device updates."""
+        self.backward.contributed = True
+        if param.grad is not None and param.grad.is_sparse:
+            errors.refuse_sparse_grad(param, self.registry.plan.params[p].name)
+        self.calls.note_on_device(p)
+
+    # What differs where the optimizer steps at the end of the backward: see ``in_backward``.
+
+    def refuse_nested(self) -> None:
+        """Raise RuntimeError if a backward inside of another one, which has ended, cannot be used."""
+        self.calls.refuse_nested_backward()
+
+    def after_backward(self) -> None:
+        """Do what follows a backward that has brought gradients."""
+
+    def all_accumulate(self, chosen: Sequence[OffloadedParam]) -> bool:
+        """Return whether autograd accumulates the gradients of all of ``chosen``, so that few questions remain."""
+        usual = torch_private.accumulates_all([offloaded.gradient.accumulate_node for offloaded in chosen])
+        if usual:
+            self.backward.contributed = True
+        return usual
+
+    def refuse_hooks(self, offloaded: OffloadedParam) -> None:
+        """Raise RuntimeError if the parameter has hooks that would not see its gradient."""
+
+    def takes_out_of_grad(self, param: Parameter) -> bool:
+        """Return whether a gradient that has reached ``.grad`` is taken out at once."""
+        return _is_only_in_grad(param)
 
 
 def _is_only_in_grad(param: Parameter) -> bool:

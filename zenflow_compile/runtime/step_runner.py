@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from zenflow_compile.runtime.engine_core import EngineCore
 from zenflow_compile.runtime.gradients.factors import UNSCALED
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
-from zenflow_compile.runtime.parameters.incoming_gradient import Arrival
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.step.clipping import clip_gradients
 from zenflow_compile.runtime.step.slice_updates import Member, members_of, update_slices
@@ -24,7 +23,7 @@ class StepRunner:
     def __init__(self, core: EngineCore, access: WeightAccess) -> None:
         self.core = core
         self._access = access
-        self.in_backward, self.options = core.in_backward, core.options
+        self.options = core.options
         self.registry, self.offloaded, self.streamed = core.registry, core.offloaded, core.streamed
         self.weights, self.uploads, self.calls = core.weights, core.uploads, core.calls
         self.schedule, self.recorder, self._backward = core.schedule, core.recorder, core.backward
@@ -77,15 +76,12 @@ class StepRunner:
         core.used = True
         for call in core.moments.begin_step:
             call()
-        if not self.in_backward and self.registry.unseen_writes.frozen:
-            self.registry.unseen_writes.compare_unfrozen()
-        to_take = dict.fromkeys(untaken)
-        suspect = self.registry.transport.may_have_failed
-        for offloaded in self.offloaded.values():
-            if suspect:
+        self.compare_samples()
+        if self.registry.transport.may_have_failed:
+            for offloaded in self.offloaded.values():
                 offloaded.raise_failures()
-            if self.in_backward and offloaded.shown.state is GradientState.CONSUMED:
-                continue  # its step has begun
+        to_take = dict.fromkeys(self.to_update(untaken))
+        for offloaded in self.to_update(self.offloaded.values()):
             if offloaded.weights.written_by_others:
                 offloaded.notice_external_write(core.step)
                 to_take[offloaded] = None
@@ -94,14 +90,12 @@ class StepRunner:
                 to_take[offloaded] = None  # a new selection has put its parts together again
             if offloaded.arriving is not None:
                 offloaded.receive_weights()
-        if not self.in_backward:
-            self.registry.unseen_writes.begin_step()
+        self.begin_samples()
         if fitting := self.weights.fitting:
             self.weights.fitting = {}
             self._keep_fitting(fitting)
         for offloaded in to_take:
-            if not (self.in_backward and offloaded.shown.state is GradientState.CONSUMED):
-                offloaded.gradient.take_from_grad(used=offloaded.uses > 0)
+            offloaded.gradient.take_from_grad(used=offloaded.uses > 0)
         if (limit := self.options.max_grad_norm) is not None:
             clip_gradients(self.registry, self.core.device, limit, self.calls)
         self.registry.finish_factors()
@@ -133,7 +127,7 @@ class StepRunner:
         for follow in core.moments.enter:
             follow()
         warming_up = self.schedule.begin_step(core.step)
-        members = self._taking_part(ps)
+        members = self.taking_part(ps)
         try:
             self._update_slices(members)  # first: it feeds the scores by which a window flushed below re-selects
             self._update_on_host(members, warming_up)
@@ -143,27 +137,13 @@ class StepRunner:
             core.failure = error
             raise
 
-    def _taking_part(self, ps: Sequence[int]) -> list[Member]:
+    def taking_part(self, ps: Sequence[int]) -> list[Member]:
         chosen = [self.offloaded[p] for p in ps]
-        if self.core.updating:
-            # A missing gradient takes part, too: update windows flush by the step's number.
-            chosen = [each for each in chosen if each.shown.state in (None, GradientState.PARTS)]
-        else:
-            chosen = [each for each in chosen if self._is_final_in_backward(each)]
+        # A missing gradient takes part, too: update windows flush by the step's number.
+        chosen = [
+            each for each in chosen if (record := each.shown.record) is None or record.state is GradientState.PARTS
+        ]
         return members_of(chosen, self.registry)
-
-    def _is_final_in_backward(self, offloaded: OffloadedParam) -> bool:
-        """Whether the parameter's gradient, in a backward that goes on, will get no further contribution.
-
-        So it is only if its gradients were seen to arrive in one piece. If the parameter shares its version counter,
-        its update would make the backward of an earlier graph, which saved a sharer, raise.
-        """
-        core = self.core
-        record = offloaded.shown.record
-        if record is None or record.state is not GradientState.PARTS or not core.finalizes_in_backward:
-            return False
-        whole = offloaded.gradient.arrival is Arrival.WHOLE and offloaded.uses == 1
-        return whole and not offloaded.weights.counter.shared and core.splits_now
 
     def _update_slices(self, members: Sequence[Member]) -> None:
         for call in self.core.moments.settle:
@@ -211,10 +191,7 @@ class StepRunner:
         gather = self.calls.gather_of(core.step + 1, self.offloaded.values())  # first: it asks who has a gradient
         core.step += 1
         core.updating = False
-        self._backward.reset()
-        if self.in_backward:
-            for offloaded in self.offloaded.values():
-                offloaded.shown.record = None
+        self.end_gradients()
         # Before weights are gathered: its sums over ranks would wait for them.
         self.schedule.end_step()
         self.uploads.end_step(core.step, gather)
@@ -230,3 +207,22 @@ class StepRunner:
         for call in core.moments.end_step:
             call()
         self.recorder.step = core.step
+
+    # What differs where the optimizer steps at the end of the backward: see ``in_backward``.
+
+    def compare_samples(self) -> None:
+        """Notice unseen writes before the step would undo them."""
+        if self.registry.unseen_writes.frozen:
+            self.registry.unseen_writes.compare_unfrozen()
+
+    def begin_samples(self) -> None:
+        """Take samples of the weights before the step writes them."""
+        self.registry.unseen_writes.begin_step()
+
+    def to_update(self, params: Collection[OffloadedParam]) -> Collection[OffloadedParam]:
+        """Return those of ``params`` whose update has not begun."""
+        return params
+
+    def end_gradients(self) -> None:
+        """Forget the gradients, which the step has used."""
+        self._backward.reset()
