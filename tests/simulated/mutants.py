@@ -294,21 +294,20 @@ def _shows(name: str) -> bool:
         return True
 
 
-GATHER = "step.weight_gather:WeightGather."
 RANK_MUTANTS = {
     "weights before the other ranks' slices": without(
         PARAM + "OffloadedParam.receive_weights", "streams.current().wait_event(event)",
         Case("exact", delays="collectives last", ranks=2),
     ),
     "slices sent before the step": without(
-        GATHER + "_on_stream", "self.stream.wait_stream(self._streams.current())",
+        "step.weight_gather:OwnStream.run", "stream.wait_stream(self._streams.current())",
         Case("exact", "matrices", delays="compute last", ranks=2),
     ),
     "collective read before it is done": without(
         "ranks.rank_group:RankGroup._wait", "work.wait()", Case("exact", "matrices", delays="collectives last", ranks=2)
     ),
     "flush before the weights of the step": without(
-        "step.rank_calls:RankCalls.ending", "self.weight_gather.wait()",
+        "step.rank_calls:RankCalls.ending", "self.weight_gather.stream.wait()",
         Case("windows", "gpt", habit="flush", delays="collectives last", ranks=2),
     ),
     "selection reused while it is read": without(

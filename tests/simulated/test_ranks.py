@@ -249,7 +249,7 @@ def compute_behind_step(rank: int) -> None:
     """The compute stream ends a step while the weights of that step are held, or never."""
     with trained(Case("auto windows", "matrices", steps=9, ranks=2), 6) as loop:
         loop.loss(6).backward()
-        with held(loop.optimizer.engine.ranks.weight_gather.stream):
+        with held(loop.optimizer.engine.ranks.weight_gather.stream.raw):
             loop.optimizer.step()
             default_stream().synchronize()
 
@@ -262,7 +262,7 @@ def test_compute_does_not_wait_for_weights(ranks: RankProcesses) -> None:
 def backward_behind_weights(rank: int) -> tuple[bool, bool]:
     with trained(EXACT, 3) as loop:
         loss = loop.loss(3)
-        with held(loop.optimizer.engine.ranks.weight_gather.stream):
+        with held(loop.optimizer.engine.ranks.weight_gather.stream.raw):
             loss.backward()
             load_simulator().run_others()
             early = default_stream().query()

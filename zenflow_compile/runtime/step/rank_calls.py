@@ -148,7 +148,7 @@ class RankCalls(StepMessages):
     def begin_backward(self) -> None:
         # The last update may have brought the selection by which a gradient is split, and this rank may not have
         # fetched the parameter.
-        self.weight_gather.wait()
+        self.weight_gather.stream.wait()
         self.reduction.begin_backward()
 
     def end_backward(self) -> None:
@@ -187,7 +187,7 @@ class RankCalls(StepMessages):
         with self.group.announcing():
             written = self._follow_writes(self.group.exchange(call, self._notice_writes(number)))
             # Hazard: uploads that start inside of the block take buffers that the last gather may still read.
-            self.weight_gather.wait()
+            self.weight_gather.stream.wait()
             yield written
             merged = [each for each in self._registry.offloaded.values() if each.updates.merged]
             self.weight_gather.gather([Changed(each, whole=True) for each in merged])
@@ -232,7 +232,7 @@ class RankCalls(StepMessages):
     def end(self) -> None:
         if not self.group.failed:  # the gather may wait for a failed rank forever
             with suppress(Exception):  # of a device that has died: the groups are given back all the same
-                self.weight_gather.close()
+                self.weight_gather.stream.close()
 
     def gather_weights(
         self, now: int, updated: Sequence[OffloadedParam], apply: Callable[[OffloadedParam], None]

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import FlatShare, Share
-from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.device import Device, Stream, Streams
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup, RowLayout, block, cut
+from zenflow_compile.runtime.recorder import Recorder
 
 _Piece = TypeVar("_Piece")
 
@@ -61,16 +62,69 @@ class Changed(NamedTuple):
             block(row, offset, plan, plan.k).copy_(weights.of(self.offloaded.device.selection.selected))
 
 
+class CallersStream:
+    """Where a gather runs on a device without streams: in the caller's order."""
+
+    most_bytes = HOST_GATHER_BYTES
+
+    def run(self) -> AbstractContextManager[None]:
+        """Queue the work of a block after all work of the current stream."""
+        return nullcontext()
+
+    def wait(self) -> None:
+        """Make the device's current stream wait for the last gather."""
+
+    def written(self, params: Sequence[OffloadedParam]) -> None:
+        """Note that the queued work brings ``params`` up to date."""
+
+    def close(self) -> None:
+        """Give the stream back."""
+
+
+class OwnStream(CallersStream):
+    """A stream of the gather's own, beside the training's."""
+
+    most_bytes = GATHER_BYTES
+
+    def __init__(self, streams: Streams, recorder: Recorder) -> None:
+        self._streams = streams
+        self._recorder = recorder
+        # Urgent, as the lane whose uploads it waits for: see [Note: progress] in stream_flags.
+        self.raw: Stream | None = streams.acquire(urgent=True)
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        if (stream := self.raw) is None:
+            yield
+            return
+        stream.wait_stream(self._streams.current())
+        with self._streams.use(stream), self._recorder.behind_the_step():
+            yield
+
+    def wait(self) -> None:
+        if self.raw is not None:
+            self._streams.current().wait_stream(self.raw)
+
+    def written(self, params: Sequence[OffloadedParam]) -> None:
+        event = self._streams.event()
+        event.record(self.raw)
+        for each in params:
+            each.arriving = event
+
+    def close(self) -> None:
+        if self.raw is not None:
+            self.wait()  # before the next owner of the stream frees memory that is used on this one
+            self._streams.release(self.raw, urgent=True)
+            self.raw = None
+
+
 class WeightGather:
     """Sends this rank's slices of all parameters of an engine, and receives the others'."""
 
     def __init__(self, group: RankGroup, device: Device) -> None:
         self._group = group
         self._device = device
-        self._streams = device.streams
-        self._most_bytes = HOST_GATHER_BYTES if self._streams is None else GATHER_BYTES
-        # Urgent, as the lane whose uploads it waits for: see [Note: progress] in stream_flags.
-        self.stream = None if self._streams is None else self._streams.acquire(urgent=True)
+        self.stream = CallersStream() if device.streams is None else OwnStream(device.streams, group.recorder)
         self._known: dict[int, Selection] = {}  # this rank's selection, as the others know it
         self._selected: dict[int, list[Tensor]] = {}  # by parameter and part: i64[selected slices of the part]
 
@@ -83,7 +137,7 @@ class WeightGather:
             changed: the same ones on all ranks, in the same order.
             apply: applies this rank's updates of a parameter that is ``whole``, before it is sent.
         """
-        with self._on_stream():
+        with self.stream.run():
             self._send_selections([each.offloaded for each in changed if not each.whole])
             self._exchange(self._rows(changed, apply), self._write)
 
@@ -107,7 +161,7 @@ class WeightGather:
     ) -> Iterator[tuple[list[tuple[Changed, int]], Tensor]]:
         """Fill the rows that this rank sends: parameters with their offsets, and the row."""
         dtypes = [each.offloaded.plan.dtype for each in changed]
-        for piece in cut(changed, [each.row_bytes for each in changed], dtypes, self._most_bytes):
+        for piece in cut(changed, [each.row_bytes for each in changed], dtypes, self.stream.most_bytes):
             packing = RowLayout.of([each.most_slices * each.offloaded.plan.length for each in piece])
             row = torch.zeros(packing.elements, dtype=piece[0].offloaded.plan.dtype, device=self._device.torch_device)
             for each, offset in zip(piece, packing.offsets, strict=True):
@@ -120,21 +174,16 @@ class WeightGather:
         """Fill the rows of streamed parameters in the same way."""
         elements = [_flat(each).most_elements for each in params]
         sizes = [count * each.plan.dtype.itemsize for count, each in zip(elements, params, strict=True)]
-        for piece in cut(params, sizes, [each.plan.dtype for each in params], self._most_bytes):
+        for piece in cut(params, sizes, [each.plan.dtype for each in params], self.stream.most_bytes):
             packing = RowLayout.of([_flat(each).most_elements for each in piece])
             row = torch.zeros(packing.elements, dtype=piece[0].plan.dtype, device=self._device.torch_device)
             for each, offset in zip(piece, packing.offsets, strict=True):
                 row[offset : offset + each.plan.numel] = each.weight.detach()
             yield list(zip(piece, packing.offsets, strict=True)), row
 
-    def wait(self) -> None:
-        """Make the device's current stream wait for the last gather."""
-        if self._streams is not None and self.stream is not None:
-            self._streams.current().wait_stream(self.stream)
-
     def forget(self) -> None:
         """Send all selections again: a state is about to be loaded, behind a gather that an error may have ended."""
-        self.wait()
+        self.stream.wait()
         self._known.clear()
 
     def list_memory(self, found: MemoryList) -> None:
@@ -142,22 +191,6 @@ class WeightGather:
             selection.list_memory(found)
         for slices in self._selected.values():
             found.content(*slices)
-
-    def close(self) -> None:
-        if self._streams is not None and self.stream is not None:
-            self.wait()  # before the next owner of the stream frees memory that is used on this one
-            self._streams.release(self.stream, urgent=True)
-            self.stream = None
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Queue the work of a block on the gather stream, behind all work of the current one."""
-        if self._streams is None or self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(self._streams.current())
-        with self._streams.use(self.stream), self._group.recorder.behind_the_step():
-            yield
 
     def _write(self, piece: list[tuple[Changed, int]], pending: Pending) -> None:
         members = [each.offloaded for (each, _) in piece]
@@ -177,11 +210,7 @@ class WeightGather:
                     target.index_copy_(0, slices, block(rows[part], offset, plan, len(slices)))
             offloaded.updates.merged = False
         bump_versions([each.param for each in members], [each.weights.counter for each in members])
-        if self._streams is not None:
-            event = self._streams.event()
-            event.record(self.stream)
-            for each in members:
-                each.arriving = event
+        self.stream.written(members)
 
     def _send_selections(self, params: Sequence[OffloadedParam]) -> None:
         new = [each for each in params if each.plan.whole.k and self._is_new(each)]
