@@ -98,7 +98,7 @@ class LazyEngine:
             ValueError: see :class:`~zenflow_compile.optimizer.ZenFlowAdamW`; the next use tries again.
         """
         engine = self.built
-        if engine is None or engine.closed or (not engine.core.used and engine.outdated):
+        if engine is None or engine.core.closed or (not engine.core.used and engine.outdated):
             with self._lock:
                 engine = self._build()
         return engine
@@ -106,7 +106,7 @@ class LazyEngine:
     @property
     def is_closed(self) -> bool:
         """Whether ``close()`` was called, or an error has closed the engine."""
-        return self._closed or (self.built is not None and self.built.closed)
+        return self._closed or (self.built is not None and self.built.core.closed)
 
     @property
     def host_bytes(self) -> int:
@@ -212,7 +212,7 @@ class LazyEngine:
         engine = self.built
         if engine is None:
             self._release()
-        if engine is None or engine.closed:
+        if engine is None or engine.core.closed:
             return
         _unapplied.extend(engine.unapplied)
         with suppress(Exception):

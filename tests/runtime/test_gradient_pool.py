@@ -84,7 +84,7 @@ def test_gradient_waits_for_the_upload_of_a_sharer() -> None:
     first, second = hosts_of(in_place=True)
     window, copy = flushed(first, 2), ThreadTicket()
     run(window)
-    first.note_upload(window, copy)
+    first.uploading[window.buffer] = copy
     assert second.users_of(second.plan.buffer_index(3)) == (Users([], [copy]), [])
     first.flushed.clear()  # applied in another stream, which waits for the copy
     assert second.users_of(second.plan.buffer_index(3)) == (Users([], [copy]), [])
@@ -123,7 +123,7 @@ def test_gradient_in_an_open_window_is_not_overwritten() -> None:
 def test_forgotten_windows_leave_their_buffers() -> None:
     first, second = hosts_of(in_place=True)
     window, copy = flushed(first, 2), ThreadTicket()
-    first.note_upload(window, copy)
+    first.uploading[window.buffer] = copy
     run(window)
     first.clear_windows()
     assert second.users_of(1) == (Users([], []), [])
@@ -133,7 +133,7 @@ def test_upload_of_an_earlier_window_does_not_count() -> None:
     first, second = hosts_of(in_place=True)
     window = flushed(first, 2)
     run(window)
-    first.note_upload(window, ThreadTicket.ended())
+    first.uploading[window.buffer] = ThreadTicket.ended()
     first.flushed.clear()  # applied
     assert second.users_of(1) == (Users([], []), [])
     window = flushed(first, 4)

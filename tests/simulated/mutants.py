@@ -134,7 +134,7 @@ MUTANTS = {
         Case("exact", delays="H2D last"),
     ),
     "job before its gradients": without(
-        HOST + "flush_window", "[buffer.copied for buffer in buffers if not buffer.copied.done()]",
+        HOST + "flush_window", "[copy for copy in copies if not (copy.completed or copy.done())]",
         Case("windows", delays="D2H last"), "[]",
     ),
     "job before the one ahead of it": without(

@@ -147,7 +147,8 @@ class EngineCore:
             raise RuntimeError("this optimizer is closed; create a new one, and compile the model again")
         if self.failure is not None:
             errors.refuse_failed(self.failure)
-        self.follow()
+        for follow in self.moments.enter:
+            follow()
 
     def check_backward(self) -> None:
         """Raise if the last backward of the optimizer-in-backward form failed half-way; not inside of a backward."""

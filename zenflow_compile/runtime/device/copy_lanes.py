@@ -33,7 +33,14 @@ class Gate(NamedTuple):
 
 
 class Ticket(Protocol):
-    """One copy in flight. ``error``: what made it fail; None while it runs and after a success."""
+    """One copy in flight.
+
+    Attributes:
+        completed: it is known to be complete, without a call of ``done``, which asks.
+        error: what made it fail; None while it runs and after a success.
+    """
+
+    completed: bool
 
     @property
     def error(self) -> BaseException | None: ...

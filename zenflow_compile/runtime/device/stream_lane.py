@@ -35,6 +35,7 @@ class StreamTicket:
         flag: Flag,
         free: deque[DeviceEvent] | None,
     ) -> None:
+        self.completed = False
         self._streams = streams
         self._end = end
         self._free = free
@@ -53,7 +54,8 @@ class StreamTicket:
 
     def done(self) -> bool:
         """As :meth:`Ticket.done`; a device that has died, which is asked from time to time, raises ``RuntimeError``."""
-        if self._flag.reached():
+        if self.completed or self._flag.reached():
+            self.completed = True
             return True
         if (now := time.monotonic()) >= self._ask_device_at:
             self._ask_device_at = now + _POLL_EVENT_SECONDS

@@ -28,12 +28,12 @@ class ThreadTicket:
     ``is_set``: the copy has ended; reading it takes no lock.
     """
 
-    __slots__ = ("_gate", "_state", "error", "is_set")
+    __slots__ = ("_gate", "_state", "completed", "error", "is_set")
 
     def __init__(self) -> None:
         self._gate = threading.Lock()
         self._gate.acquire()
-        self.is_set = False
+        self.is_set = self.completed = False
         self.error: BaseException | None = None
         self._state = ctypes.c_uint32(PENDING)
 
@@ -48,7 +48,7 @@ class ThreadTicket:
         """Release all waiting threads. Idempotent; two threads must not call it at the same time."""
         if not self.is_set:
             # No call between these lines: an interrupt cannot leave a copy that has ended, whose waiters sleep.
-            self.error, self.is_set = error, True
+            self.error, self.is_set, self.completed = error, True, error is None
             self._gate.release()
         # Orders the copied bytes before the state, as in ``Flag.raise_it``.
         with self._gate:
@@ -66,7 +66,7 @@ class ThreadTicket:
         return self.is_set
 
     def done(self) -> bool:
-        return self.is_set and self.error is None
+        return self.completed
 
     def wait(self) -> None:
         self.settle()

@@ -105,7 +105,7 @@ class Claim:
         if (optimizer := self._optimizer()) is None:
             return  # it was collected, and its engine may still be closing in another thread
         engine = None if self.serving is None else self.serving()
-        if engine is not None and engine.core.used and not engine.closed:
+        if engine is not None and engine.core.used and not engine.core.closed:
             engine.intake.accept_grad(p)
         else:
             optimizer.engine.intake.accept_grad(p)  # builds the engine, or replaces an outdated one

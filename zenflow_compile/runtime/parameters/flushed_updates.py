@@ -125,13 +125,14 @@ class FlushedUpdates:
                 buffer.tensor, window.upload.content(), step=transport.recorder.step, param=self.plan.name, after=job
             )
             if window.buffer is not None:
-                self.host.note_upload(window, ticket)
+                self.host.uploading[window.buffer] = ticket
             if self.plan.weight_in_file:
                 self.host.copied_by(window.upload, ticket, job)
             upload = Upload(window, buffer, ticket)
         except BaseException:
             transport.to_device.settle()  # an interrupt may have come after the submission, and the buffer stays free
-            self.host.note_upload(window, None)
+            if window.buffer is not None:
+                self.host.uploading[window.buffer] = None
             raise
         self.upload, buffer.in_use = upload, True
         return True
@@ -154,7 +155,7 @@ class FlushedUpdates:
         upload = self.upload
         assert upload is not None
         try:
-            if not upload.ticket.done():
+            if not (upload.ticket.completed or upload.ticket.done()):
                 self.transport.wait_on_device(upload.ticket, self.plan.name)
         except CopyError:
             self.drop_upload()

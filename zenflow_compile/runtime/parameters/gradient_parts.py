@@ -71,7 +71,7 @@ class GradientParts:
         if not self._block[0][0]:
             return self.device.gradient.new_empty(self._block[0])
         buffer = self.transport.down_ring.next_free(self._block)
-        if (reader := buffer.read_by) is not None and not reader.done():
+        if (reader := buffer.read_by) is not None and not (reader.completed or reader.done()):
             # The copy out of the buffer must end before the split overwrites it.
             self.transport.wait_on_device(reader, self.plan.name)
         self.staged, buffer.in_use = buffer, True  # see [Note: one assignment] in ``staging_ring``

@@ -271,7 +271,7 @@ class HostState:
                     )
             job, copy = host.readers[number], host.uploading[number]
             if copy is not None:  # it waits for the job
-                if not copy.done():
+                if not (copy.completed or copy.done()):
                     users.copies.append(copy)
             elif update := [window for window in host.flushed if window.buffer == number]:
                 updates += update
@@ -302,13 +302,14 @@ class HostState:
         # Before the next upload buffer is handed out.
         weights = self.newest_upload.content() if self.form.split else None
         upload = self.next_upload() if place is None else self.in_place[place]
-        inputs = [buffer.copied for buffer in buffers if not buffer.copied.done()]
+        copies = [buffer.copied for buffer in buffers]
+        inputs = [copy for copy in copies if not (copy.completed or copy.done())]
         for scale in {buffer.coefficients.grad_scale for buffer in buffers}:
             # Of a late number, for which a worker must not wait in the middle of a job.
             inputs += [copy for copy in scale.copies if not copy.done()]
-        if self.applied is not None and not self.applied.done():
+        if (applied := self.applied) is not None and not (applied.completed or applied.done()):
             # That copy may still read the upload buffer, which the job writes.
-            inputs.append(self.applied)
+            inputs.append(applied)
         deadline, needs = self.prepare(step=at, deadline=deadline)
         if self.plan.weight_in_file:
             needs = needs.and_of(upload.prepare(step=at, deadline=deadline, fresh=True))
@@ -396,11 +397,6 @@ class HostState:
         # The gradient buffer that it was in is not known, and the update is applied within a step.
         shape = (self.plan.deferred, self.plan.length)
         return InMemory(torch.empty(shape, dtype=self.plan.dtype, device="cpu"))
-
-    def note_upload(self, window: FlushedWindow, copy: Ticket | None) -> None:
-        """Note the copy of a flushed window's upload to the device, which is queued. None: it is not."""
-        if window.buffer is not None:
-            self.uploading[window.buffer] = copy
 
     def free_upload(self) -> UploadBuffer | None:
         """An upload buffer in which no update is on its way; None if there is one in each."""
