@@ -39,17 +39,17 @@ def test_slices_are_selected_or_deferred() -> None:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_summed_window_has_one_gradient_buffer(staleness: int) -> None:
     plan = split(interval=4, staleness=staleness, summed=True)
-    assert (plan.gradient_buffers, plan.uploads) == (1 + staleness, 1 + staleness)
-    assert plan.host_bytes == (12 + 2 * (plan.gradient_buffers + plan.uploads)) * 3600
+    assert (plan.gradient_buffers.count, plan.uploads) == (1 + staleness, 1 + staleness)
+    assert plan.host_bytes == (12 + 2 * (plan.gradient_buffers.count + plan.uploads)) * 3600
     assert plan.device_bytes == split(interval=4).device_bytes + 4 * 3600
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compressed_gradient_bytes(dtype: torch.dtype) -> None:
     plan, plain = split(dtype, compressed=True), split(dtype)
-    assert plan.buffer_bytes == 90 * (40 + 4)
-    assert plain.buffer_bytes == 90 * 40 * dtype.itemsize
-    assert plain.host_bytes - plan.host_bytes == 4 * (plain.buffer_bytes - plan.buffer_bytes)
+    assert plan.gradient_buffers.nbytes == 90 * (40 + 4)
+    assert plain.gradient_buffers.nbytes == 90 * 40 * dtype.itemsize
+    assert plain.host_bytes - plan.host_bytes == 4 * (plain.gradient_buffers.nbytes - plan.gradient_buffers.nbytes)
     residual = Residual.allocate(plan, torch.device("cpu"))
     assert plan.device_bytes - plain.device_bytes == residual.lost.nbytes
 
@@ -59,7 +59,7 @@ def test_compressed_gradient_bytes(dtype: torch.dtype) -> None:
 def test_gradient_buffers_and_uploads(interval: int, staleness: int) -> None:
     """One more of each per step of staleness: the update of a flushed window is not applied yet."""
     plan = split(interval=interval, staleness=staleness)
-    assert plan.gradient_buffers == interval + staleness
+    assert plan.gradient_buffers.count == interval + staleness
     assert plan.uploads == 1 + staleness
 
 
@@ -79,7 +79,7 @@ def test_host_bytes_per_parameter() -> None:
 def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
     arena = HostArena(HostState.arena_bytes(plan))
-    kernel = HostAdam(plan.buffer_dtype, dtype, plan.gradient_buffers)
+    kernel = HostAdam(plan.gradient_buffers.dtype, dtype, plan.gradient_buffers.count)
     host = HostState.allocate(plan, arena, kernel, ctypes.c_void_p())
     tensors = [*host.state(), *host.gradients, *[each.content() for each in host.uploads]]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes

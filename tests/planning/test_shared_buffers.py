@@ -70,7 +70,7 @@ def test_no_gradient_is_overwritten(interval: int, staleness: int, warm_up: int)
     for step in range(1, 4 * interval + 6):
         read = [each for each in read if each[0] > step]
         for param in pool:
-            buffer = buffers[param.index][param.buffer_index(step)]
+            buffer = buffers[param.index][param.gradient_buffers.index(step)]
             buffer.fill_(step)
             waiting[param.index].append((step, buffer))
         in_use = [(mark, buffer) for _, mark, buffer in read] + list(itertools.chain(*waiting.values()))

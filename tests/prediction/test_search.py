@@ -33,7 +33,7 @@ from zenflow_compile.prediction.forecast import (
     resolve_stride,
 )
 from zenflow_compile.prediction.predict import predict, scenario_of
-from zenflow_compile.prediction.search import ALIKE, Memory, Search, chain, device_first, host_first
+from zenflow_compile.prediction.search import ALIKE, Memory, Search, SearchSpace, chain, device_first, host_first
 
 LAYER_STATE = 12 * 1_000_000
 FILLED: dict[str, Any] = {"policy": "auto", "tokens_per_step": 1, "device_share": "fill"}
@@ -69,7 +69,7 @@ def residents(scenario: Scenario, *given: str) -> Dimension:
 
 def all_forecasts(search: Search) -> list[Forecast]:
     """Every combination that fits."""
-    choices = itertools.product(*(range(len(found)) for found in search.dimensions))
+    choices = itertools.product(*(range(len(found)) for found in search.space.dimensions))
     return [found for choice in choices if (found := search.simulate(choice)) is not None]
 
 
@@ -114,10 +114,10 @@ def test_less_memory_never_makes_a_step_faster(memory: Memory) -> None:
 @pytest.mark.parametrize("tight", [False, True])
 def test_no_plan_beats_the_frontier(memory: Memory, tight: bool) -> None:
     """Of all combinations of four options, none needs less memory than a plan of the frontier without being slower."""
-    search = Search(asked(TIGHT if tight else SLOW), UNSEARCHED)
+    search = Search(SearchSpace(asked(TIGHT if tight else SLOW), UNSEARCHED))
     plans = chain(search.explore(), memory)
     margin = ALIKE * memory(plans[0])[0]
-    others = all_forecasts(Search(asked(TIGHT if tight else SLOW), UNSEARCHED))
+    others = all_forecasts(Search(SearchSpace(asked(TIGHT if tight else SLOW), UNSEARCHED)))
     assert len(others) > 20
     for other in others:
         assert any(
@@ -155,11 +155,11 @@ def test_given_share_is_the_least_resident_one() -> None:
 
 def test_stride_that_streams_nothing_is_no_plan() -> None:
     """A host that is far faster than the link updates everything itself."""
-    search = Search(scenario(Options(), machine(adam_per_core=1e9), layers(8), policy="zenflow"))
-    simplest = [0] * len(search.dimensions)
-    assert search.candidate(tuple(simplest)) is not None
-    simplest[next(number for number, each in enumerate(search.dimensions) if {"update_stride": "auto"} in each)] = 1
-    assert search.candidate(tuple(simplest)) is None
+    space = SearchSpace(scenario(Options(), machine(adam_per_core=1e9), layers(8), policy="zenflow"))
+    simplest = [0] * len(space.dimensions)
+    assert space.candidate(tuple(simplest)) is not None
+    simplest[next(number for number, each in enumerate(space.dimensions) if {"update_stride": "auto"} in each)] = 1
+    assert space.candidate(tuple(simplest)) is None
 
 
 def test_chain_begins_with_the_least_memory() -> None:
@@ -296,7 +296,7 @@ def card(model: str, **memory: float) -> Scenario:
 )
 def test_more_memory_never_stops_a_model_from_fitting(model: str, device_bytes: float) -> None:
     """They fit with 107.04 GB and 124.1 GB. The ways there lead through plans that lack more in sum."""
-    found = Search(card(model, device_bytes=device_bytes)).fitting()
+    found = SearchSpace(card(model, device_bytes=device_bytes)).fitting()
     assert found is not None
     assert not found.shortages
 
@@ -307,7 +307,7 @@ def test_remedies_of_a_large_model_hold(model: str) -> None:
     assert found.remedies.keys() == {"device"}
     both = {f"{memory}_bytes": found.nearest.needs.sums()[memory] for memory in found.nearest.shortages}
     for more in ({"device_bytes": found.remedies["device"]}, both):
-        assert Search(card(model, **more)).fitting() is not None
+        assert SearchSpace(card(model, **more)).fitting() is not None
 
 
 def test_state_in_files_is_a_remedy_without_a_disk() -> None:

@@ -128,7 +128,7 @@ def measured(rank: int) -> tuple[Options, int | None]:
     chosen = agreed(ranks, given, resolved, [{"params": params, **ADAM}], params)
     optimizer = on_ranks(model, update_interval="auto")
     calls = optimizer.engine.calls
-    calls.measured_window = 3 + rank
+    calls.messages.measured_window = 3 + rank
     with calls.step(0) as shortest_window:
         pass
     return chosen, shortest_window

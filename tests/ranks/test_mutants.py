@@ -257,7 +257,7 @@ def differing(rank: int, what: str) -> None:
             if alone and what in ("rates", "replicas"):
                 optimizer.param_groups[0]["lr"] = 0.5
             if alone and what == "an error":
-                patch.setattr(StepMessages, "_step_message", _fail)
+                patch.setattr(StepMessages, "own", _fail)
             backward(model, step, rank)
             if alone and what == "gradients":
                 next(model.parameters()).grad = None
@@ -288,7 +288,7 @@ def chosen_alike(rank: int, what: str) -> None:
             patch.setattr(lazy_engine, "_resolve", lambda given, *_, **__: replace(given, topk_ratio=0.5))
         optimizer = optimizer_over(model, {**ADAPTIVE, "update_interval": (None, 4)}, "")
         engine = optimizer.engine
-    engine.calls.measured_window = 3 - rank
+    engine.calls.messages.measured_window = 3 - rank
     backward(model, 0, rank)
     optimizer.step()
     found = {"choices": engine.options.topk_ratio == 0.25, "measured": engine.schedule.shortest_window == 3}
@@ -330,17 +330,17 @@ AGREEMENTS = {
         lazy_engine, "agreed", _own_choice, chosen_alike, "choices", "alike: True"
     ),
     "each rank uses its own measurement": Disagreement(
-        ShardCalls, "_check_step", lambda self, *_, **__: self.measured_window, chosen_alike, "measured", "alike: True"
+        StepMessages, "check", lambda self, *_, **__: self.measured_window, chosen_alike, "measured", "alike: True"
     ),
     "replicas are not asked": Disagreement(
         Sharding, "ranks", property(lambda mesh: dist.get_process_group_ranks(mesh.group)), differing, "replicas",
         "different values in param_groups",
     ),
     "rates are not compared": Disagreement(
-        ShardCalls, "_digest_of_groups", lambda _: bytes(4), differing, "rates", "different values in param_groups"
+        StepMessages, "_digest_of_groups", lambda _: bytes(4), differing, "rates", "different values in param_groups"
     ),
     "gradients are not compared": Disagreement(
-        ShardCalls, "_digest_of_gradients", lambda _: bytes(4), differing, "gradients", "different gradients in .grad"
+        StepMessages, "_digest_of_gradients", lambda _: bytes(4), differing, "gradients", "different gradients in .grad"
     ),
     "whole gradients are not compared": Disagreement(
         ShardCalls, "_agreed_norm", lambda _, own: float(own), whole_gradients, "", "that are not sharded"

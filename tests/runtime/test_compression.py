@@ -31,7 +31,8 @@ def coefficients(grad_scale: float = 1.0) -> StepCoefficients:
 
 
 def block_of(plan: ParamPlan) -> Tensor:
-    return torch.full(plan.buffer_shape, 55, dtype=plan.buffer_dtype)
+    buffers = plan.gradient_buffers
+    return torch.full(buffers.shape, 55, dtype=buffers.dtype)
 
 
 def received(block: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def test_block_is_contiguous() -> None:
     plan = plan_of(torch.bfloat16)
     block = block_of(plan)
     scales, values = scales_and_values(block)
-    assert scales.nbytes + values.nbytes == block.nbytes == plan.buffer_bytes == REST * (LENGTH + 4)
+    assert scales.nbytes + values.nbytes == block.nbytes == plan.gradient_buffers.nbytes == REST * (LENGTH + 4)
     scales.fill_(2.0)
     values.fill_(-3)
     assert torch.equal(received(block), torch.full((REST, LENGTH), -6.0))

@@ -72,12 +72,12 @@ def run(window: FlushedWindow) -> None:
 def test_gradient_waits_for_the_job_of_a_sharer() -> None:
     first, second = hosts_of(in_place=False)
     window = flushed(first, 2)
-    users, updates = second.users_of(second.plan.buffer_index(3))
+    users, updates = second.users_of(second.plan.gradient_buffers.index(3))
     assert (users.jobs, users.copies, updates) == ([window.job], [], [])
     threading.Timer(0.05, run, (window,)).start()
     second.free_buffer(3)
     assert window.job.done()
-    assert second.users_of(second.plan.buffer_index(3)) == (Users([], []), [])
+    assert second.users_of(second.plan.gradient_buffers.index(3)) == (Users([], []), [])
 
 
 def test_gradient_waits_for_the_upload_of_a_sharer() -> None:
@@ -85,9 +85,9 @@ def test_gradient_waits_for_the_upload_of_a_sharer() -> None:
     window, copy = flushed(first, 2), ThreadTicket()
     run(window)
     first.uploading[window.buffer] = copy
-    assert second.users_of(second.plan.buffer_index(3)) == (Users([], [copy]), [])
+    assert second.users_of(second.plan.gradient_buffers.index(3)) == (Users([], [copy]), [])
     first.flushed.clear()  # applied in another stream, which waits for the copy
-    assert second.users_of(second.plan.buffer_index(3)) == (Users([], [copy]), [])
+    assert second.users_of(second.plan.gradient_buffers.index(3)) == (Users([], [copy]), [])
     threading.Timer(0.05, copy.set).start()
     second.free_buffer(3)
     assert copy.done()
@@ -211,6 +211,6 @@ def test_dropped_gradient_has_been_copied(copies: Copies) -> None:
     dropped.grad = None
     training.optimizer.step()
     offloaded = training.optimizer.engine.offloaded[0]
-    buffer = offloaded.host.gradients[offloaded.plan.buffer_index(3)]
+    buffer = offloaded.host.gradients[offloaded.plan.gradient_buffers.index(3)]
     assert any(target is buffer for target in ended)
     training.optimizer.close()

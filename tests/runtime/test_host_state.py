@@ -45,7 +45,7 @@ WORKERS = Workers(2, Recorder())
 
 def host_of(plan: ParamPlan = PLAN, workers: int = 1) -> HostState:
     WORKERS.start()
-    kernel = HostAdam(plan.buffer_dtype, plan.dtype, plan.gradient_buffers)
+    kernel = HostAdam(plan.gradient_buffers.dtype, plan.dtype, plan.gradient_buffers.count)
     return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, WORKERS.handle, workers)
 
 
@@ -171,7 +171,7 @@ def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyP
     master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
     gradients = []
     for number in range(3):
-        block = torch.empty(plan.buffer_shape, dtype=plan.buffer_dtype)
+        block = torch.empty(plan.gradient_buffers.shape, dtype=plan.gradient_buffers.dtype)
         scales, values = scales_and_values(block)
         scales.uniform_()
         values.random_(-127, 128)

@@ -36,14 +36,14 @@ def check_wait_for_reader(case: Case, simulator: Simulator, *, of_sharer: bool =
     for step in range(6):
         loop.step(step)
     every = loop.optimizer.engine.offloaded.values()
-    offloaded = next(each for each in every if not of_sharer or each.host.sharers[each.plan.buffer_index(6)])
+    offloaded = next(each for each in every if not of_sharer or each.host.sharers[each.plan.gradient_buffers.index(6)])
     host = offloaded.host
     gate = ThreadTicket()
     state = [torch.zeros(1, 1)] * 3
     work = ExchangeWork(state, torch.zeros(1, dtype=torch.int32), state, bounds_of([slice(0, 1)]))
     job = Job(work, (gate,), (), host.pool, deadline=0, step=0, param="reader", flag=host.next_flag())
     offloaded.transport.workers.submit(job)
-    index = host.plan.buffer_index(6)
+    index = host.plan.gradient_buffers.index(6)
     reader, place = host, index
     if of_sharer:
         sharer, place = host.sharers[index][0]

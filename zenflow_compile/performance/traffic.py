@@ -77,7 +77,7 @@ def traffic_of(plan: Plan) -> Traffic | None:
     host = to_host = to_device = 0.0
     per_window = per_step = gradients = uploads = 0
     for param in offloaded:
-        once, every = (param.buffer_bytes, 0) if param.summed else (0, param.buffer_bytes)
+        once, every = (param.gradient_buffers.nbytes, 0) if param.summed else (0, param.gradient_buffers.nbytes)
         window = param.update_bytes(0) + once
         per_window += window
         per_step += every

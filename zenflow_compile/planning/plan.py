@@ -309,63 +309,14 @@ class ParamPlan:
         return self.numel * self.dtype.itemsize
 
     @property
-    def gradient_buffers(self) -> int:
-        """Gradient buffers of the update window; one more per step of staleness, for updates not applied yet.
-
-        Shared ones of a window with staleness exist two times: a window and the next are in use together.
-        """
-        of_window = 1 if self.summed else self.interval
-        return of_window + self.staleness if self.pool is None else of_window * (1 + self.staleness)
-
-    def buffer_index(self, step: int) -> int:
-        """The gradient buffer of optimizer step ``step``; of a ``summed`` window, of the one that has this step.
-
-        A buffer belongs to a step, not to a gradient: a missing one leaves its buffer and its place in the window
-        empty. Moments, counts, rates and scores do not change then, and the window's position still advances.
-        """
-        since = step - self.phase - 1  # a window begins behind the step that flushes the last one
-        return (since // self.interval if self.summed else since) % self.gradient_buffers
-
-    @property
-    def period(self) -> int:
-        """Steps after which shared gradient buffers are in use as before."""
-        return self.interval * (1 + self.staleness)
-
-    @property
-    def lifetimes(self) -> list[Lifetime]:
-        """When each gradient buffer is in use, if it is shared: see [Note: steps of a buffer] in ``shared_buffers``."""
-        nbytes, period, window = self.buffer_bytes, self.period, self.interval
-        if self.summed:
-            # Its only gradient comes when the window is flushed, which in warm-up may be any step.
-            return [Lifetime.of(nbytes, 0, period)] * self.gradient_buffers
-        return [
-            Lifetime.of(nbytes, (self.phase + 1 + index) % period, window - index % window + self.staleness)
-            for index in range(self.gradient_buffers)
-        ]
+    def gradient_buffers(self) -> GradientBuffers:
+        """The buffers of its update window's gradients on the host."""
+        return GradientBuffers(self)
 
     @property
     def keeps_gradient(self) -> bool:
         """Whether the deferred gradient is pending until it is final, because it is summed or compressed first."""
         return self.deferred > 0 and (self.summed or self.compressed)
-
-    @property
-    def buffer_shape(self) -> tuple[int, int]:
-        """Shape of a gradient buffer, in ``buffer_dtype``."""
-        return self.deferred, self.length + (FP32_BYTES if self.compressed else 0)
-
-    @property
-    def buffer_dtype(self) -> torch.dtype:
-        """Dtype of a gradient buffer: the model's, or int8 with the bytes of a scale in each slice."""
-        if not self.compressed:
-            return self.dtype
-        import torch  # see ``planning.dtypes``
-
-        return torch.int8
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of a gradient buffer."""
-        return self.buffer_shape[0] * self.buffer_shape[1] * (1 if self.compressed else self.dtype.itemsize)
 
     @property
     def deferred_numel(self) -> int:
@@ -404,7 +355,7 @@ class ParamPlan:
         """
         buffers = min(gradients, 1) if self.summed else gradients
         weights = self.upload_bytes * (2 if self.split_master else 1)
-        return 2 * self.deferred_state_bytes + weights + buffers * self.buffer_bytes
+        return 2 * self.deferred_state_bytes + weights + buffers * self.gradient_buffers.nbytes
 
     @property
     def uploads(self) -> int:
@@ -447,7 +398,7 @@ class ParamPlan:
         if not self.offloaded:
             return self.host_state_bytes
         uploads = 0 if self.weight_in_file else self.upload_buffers * self.upload_bytes
-        gradients = self.gradient_buffers * self.buffer_bytes if self.pool is None else 0
+        gradients = self.gradient_buffers.count * self.gradient_buffers.nbytes if self.pool is None else 0
         return self.host_state_bytes + uploads + gradients
 
     @property
@@ -463,6 +414,67 @@ class ParamPlan:
             per_deferred = FP32_BYTES * self.summed + self.dtype.itemsize * self.compressed
             return self.selected_state_bytes + self.deferred_numel * per_deferred
         return self.whole_state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBuffers:
+    """The host's buffers for the deferred gradients of a parameter's update window."""
+
+    plan: ParamPlan
+
+    @property
+    def count(self) -> int:
+        """Their number: those of the update window, and one per step of staleness, for updates not applied yet.
+
+        Shared ones of a window with staleness exist two times: a window and the next are in use together.
+        """
+        of_window, staleness = 1 if self.plan.summed else self.plan.interval, self.plan.staleness
+        return of_window + staleness if self.plan.pool is None else of_window * (1 + staleness)
+
+    def index(self, step: int) -> int:
+        """The buffer of optimizer step ``step``; of a ``summed`` window, of the one that has this step.
+
+        A buffer belongs to a step, not to a gradient: a missing one leaves its buffer and its place in the window
+        empty. Moments, counts, rates and scores do not change then, and the window's position still advances.
+        """
+        since = step - self.plan.phase - 1  # a window begins behind the step that flushes the last one
+        return (since // self.plan.interval if self.plan.summed else since) % self.count
+
+    @property
+    def period(self) -> int:
+        """Steps after which shared buffers are in use as before."""
+        return self.plan.interval * (1 + self.plan.staleness)
+
+    @property
+    def lifetimes(self) -> list[Lifetime]:
+        """When each buffer is in use, if it is shared: see [Note: steps of a buffer] in ``shared_buffers``."""
+        plan, nbytes, period, window = self.plan, self.nbytes, self.period, self.plan.interval
+        if plan.summed:
+            # Its only gradient comes when the window is flushed, which in warm-up may be any step.
+            return [Lifetime.of(nbytes, 0, period)] * self.count
+        return [
+            Lifetime.of(nbytes, (plan.phase + 1 + index) % period, window - index % window + plan.staleness)
+            for index in range(self.count)
+        ]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a buffer, in ``dtype``."""
+        return self.plan.deferred, self.plan.length + (FP32_BYTES if self.plan.compressed else 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a buffer: the model's, or int8 with the bytes of a scale in each slice."""
+        if not self.plan.compressed:
+            return self.plan.dtype
+        import torch  # see ``planning.dtypes``
+
+        return torch.int8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer."""
+        return self.shape[0] * self.shape[1] * (1 if self.plan.compressed else self.plan.dtype.itemsize)
 
 
 def moment_bytes(moments: str, elements: int) -> int:
@@ -627,8 +639,8 @@ def pools_of(params: Iterable[ParamPlan]) -> list[list[ParamPlan]]:
 
 def pool_packing(pool: Sequence[ParamPlan]) -> Packing:
     """Where the gradient buffers of a pool are, parameter by parameter."""
-    (period,) = {param.period for param in pool}
-    return pack(tuple(each for param in pool for each in param.lifetimes), period)
+    (period,) = {param.gradient_buffers.period for param in pool}
+    return pack(tuple(each for param in pool for each in param.gradient_buffers.lifetimes), period)
 
 
 def _pool_bytes(params: Sequence[ParamPlan]) -> int:

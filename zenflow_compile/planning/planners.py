@@ -133,7 +133,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     pools: dict[int, int] = {}
     for offset, param in enumerate(new):
         if param.pool is not None:
-            pools.setdefault(param.period, first + offset)
+            pools.setdefault(param.gradient_buffers.period, first + offset)
     numbered = [
         replace(
             param,
@@ -141,7 +141,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
             name=spec.name,
             phase=phases[offset],
             subgroup=layout.subgroups[offset],
-            pool=None if param.pool is None else pools[param.period],
+            pool=None if param.pool is None else pools[param.gradient_buffers.period],
         )
         for offset, (spec, param) in enumerate(zip(specs, new, strict=True))
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from zenflow_compile.prediction.auto_policy import kept_by_auto
 from zenflow_compile.prediction.forecast import SOME_DISK, Forecast, Scenario, node_plan
-from zenflow_compile.prediction.search import Candidate, Search, chain, device_first, host_first
+from zenflow_compile.prediction.search import Candidate, Search, SearchSpace, chain, device_first, host_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = F
     Raises:
         ValueError: the given options exclude each other under every policy, or the hardware lacks a number.
     """
-    search = Search(scenario, given, exact=exact)
+    search = Search(SearchSpace(scenario, given, exact=exact))
     estimates = search.explore()
     shown = [*chain(estimates, device_first), *chain(estimates, host_first)]
     if estimates:
@@ -82,8 +82,8 @@ def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = F
         fastest=min(found, key=lambda each: each.step_s, default=None),
         device=tuple(chain(found, device_first)),
         host=tuple(chain(found, host_first)),
-        nearest=search.nearest(),
-        remedies={} if found else _remedies(search),
+        nearest=search.space.nearest(),
+        remedies={} if found else _remedies(search.space),
     )
 
 
@@ -116,33 +116,33 @@ class Fit:
 
 def fit(scenario: Scenario, given: Collection[str] = (), *, exact: bool = False) -> Fit:
     """The fastest plan of a model on given hardware; arguments and errors as for ``frontier``."""
-    search = Search(scenario, given, exact=exact)
-    best = search.fastest()
-    return Fit(scenario, best, search.nearest(), _remedies(search) if best is None else {})
+    space = SearchSpace(scenario, given, exact=exact)
+    best = Search(space).fastest()
+    return Fit(scenario, best, space.nearest(), _remedies(space) if best is None else {})
 
 
-def _remedies(search: Search) -> dict[str, int]:
+def _remedies(space: SearchSpace) -> dict[str, int]:
     """What a plan would fit with, see ``Fit``."""
-    remedies = search.remedies() | _with_a_disk(search)
-    return remedies | (_with_fewer_tokens(search) if search.nearest().shortages.keys() == {"device"} else {})
+    remedies = space.remedies() | _with_a_disk(space)
+    return remedies | (_with_fewer_tokens(space) if space.nearest().shortages.keys() == {"device"} else {})
 
 
-def _with_a_disk(search: Search) -> dict[str, int]:
+def _with_a_disk(space: SearchSpace) -> dict[str, int]:
     """Bytes of state in files with which a plan fits if hardware without a disk has one."""
-    scenario, given = search.scenario, search.given
+    scenario, given = space.scenario, space.given
     if scenario.hardware.disk_read is not None or "offload_device" in given:
         return {}
     hardware = replace(scenario.hardware, disk_read=1.0, disk_write=1.0, disk_bytes=math.inf)
     options = replace(scenario.options, nvme_path=SOME_DISK)
-    fitting = Search(replace(scenario, hardware=hardware, options=options), given, exact=search.exact).fitting()
+    fitting = SearchSpace(replace(scenario, hardware=hardware, options=options), given, exact=space.exact).fitting()
     return {} if fitting is None else {"files": fitting.needs.sums()["disk"]}
 
 
-def _with_fewer_tokens(search: Search) -> dict[str, int]:
+def _with_fewer_tokens(space: SearchSpace) -> dict[str, int]:
     """Tokens of a step with which a plan fits: a half, a quarter and so on, down to a sequence."""
-    tokens = search.scenario.tokens // 2
-    while tokens >= max(1, search.scenario.model.context):
-        if Search(replace(search.scenario, tokens=tokens), search.given, exact=search.exact).fitting() is not None:
+    tokens = space.scenario.tokens // 2
+    while tokens >= max(1, space.scenario.model.context):
+        if SearchSpace(replace(space.scenario, tokens=tokens), space.given, exact=space.exact).fitting() is not None:
             return {"tokens": tokens}
         tokens //= 2
     return {}
@@ -157,13 +157,13 @@ def divide(scenario: Scenario) -> Forecast:
         ValueError: the model cannot have the options.
     """
     node_plan(scenario.options, replace(scenario, recompute=False))
-    search = Search(scenario, divide_only=True)
+    search = Search(SearchSpace(scenario, divide_only=True))
     best = search.fastest()
     return search.by_place(None)[0] if best is None else best
 
 
 def compare(scenario: Scenario) -> tuple[list[Forecast], Forecast | None]:
     """The fastest plan of each place for the state, also where none fits, and the one that ``choose`` takes."""
-    search = Search(scenario, kept_by_auto(scenario.options))
+    search = Search(SearchSpace(scenario, kept_by_auto(scenario.options)))
     best = search.fastest(rows=True)
     return search.by_place(best), best

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.prediction.forecast import Scenario
-from zenflow_compile.prediction.search import Search
+from zenflow_compile.prediction.search import Search, SearchSpace
 
 _LEFT_TO_AUTO = ("policy", "offload_device", "ratio", "update_stride")
 """Options that ``policy="auto"`` searches where they are at their defaults. It keeps those that steer convergence."""
@@ -27,10 +27,10 @@ def choose(scenario: Scenario) -> Options:
     Raises:
         ValueError: no policy fits.
     """
-    search = Search(scenario, kept_by_auto(scenario.options))
+    search = Search(SearchSpace(scenario, kept_by_auto(scenario.options)))
     if (best := search.fastest()) is not None:
         return search.options_of(best)
-    near = search.nearest()
+    near = search.space.nearest()
     lacks = " and ".join(f"{size / 1e9:.1f} GB of {memory} memory" for memory, size in near.shortages.items())
     raise ValueError(
         f"no policy fits {scenario.hardware.name!r}: {near.options.policy} comes nearest and lacks {lacks}; use fewer "

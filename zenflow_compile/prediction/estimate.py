@@ -112,7 +112,8 @@ class CountedPlan(Plan):
 def _mean_buffer_bytes(param: ParamPlan) -> int:
     if param.pool is None:
         return 0
-    return sum(each.nbytes * each.steps for each in param.lifetimes) // param.period
+    buffers = param.gradient_buffers
+    return sum(each.nbytes * each.steps for each in buffers.lifetimes) // buffers.period
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,8 +411,8 @@ def _work_of(param: ParamPlan, *, loads: bool, in_turn: bool) -> _Work:
         weights=size,
         offloaded=size,
         own=own * param.dtype.itemsize,
-        down=0 if param.keeps_gradient else param.buffer_bytes,
-        pending=param.buffer_bytes * (param.compressed + param.summed * flushed),
+        down=0 if param.keeps_gradient else param.gradient_buffers.nbytes,
+        pending=param.gradient_buffers.nbytes * (param.compressed + param.summed * flushed),
         host=param.update_bytes(param.interval) * flushed,
         upload=0 if loads else param.upload_bytes * flushed,
         file=param.file_bytes * flushed if in_turn else 0,

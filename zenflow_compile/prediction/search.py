@@ -76,14 +76,14 @@ class Candidate:
         return _key(self.options, recompute=self.recompute)
 
 
-class Search:
-    """Candidates and estimates of one scenario, each computed one time, and forecasts of those that are returned.
+class SearchSpace:
+    """The options that a search may choose, and the memory that they need, each computed one time.
 
     Args:
         scenario: with the memory of the hardware that a plan may use.
         given: see ``dimensions``.
         exact: only plans that give AdamW's numbers, to rounding.
-        divide_only: search only how the tokens of a step are divided, and recomputation; the scenario has the options.
+        divide_only: only how the tokens of a step are divided, and recomputation; the scenario has the options.
     """
 
     def __init__(
@@ -94,24 +94,23 @@ class Search:
         self.exact = exact
         self.estimator = Estimator(scenario)
         self.dimensions = ways_to_divide(scenario) if divide_only else dimensions(scenario, given, self.estimator)
+        self.places = range(len(self.dimensions[0]))
         self._read = [self._dimensions_of(each) for each in self.dimensions[0]]
         self._strides: dict[tuple[int, str], int | None] = {}
         self._chosen: dict[Choice, Candidate | None] = {}
         self._candidates: dict[Key, Candidate | None] = {}
-        self._found: dict[Key, tuple[Choice, Forecast]] = {}  # estimates
-        self._forecasts: dict[Key, Forecast] = {}
 
     @property
-    def estimates(self) -> list[Forecast]:
-        """All that were simulated; each of them fits, as far as estimates say."""
-        return [found for _, found in self._found.values()]
+    def known(self) -> dict[Choice, Candidate]:
+        """The candidates of the choices that were looked at."""
+        return {choice: found for choice, found in self._chosen.items() if found is not None}
 
     def starts(self) -> Iterator[Choice]:
         """The simplest choice of every place for the state; where it does not fit, a smaller one that nearly does.
 
         TwinFlow begins with a share of the state on the device, since without one it is ``zero_offload``.
         """
-        for number in range(len(self.dimensions[0])):
+        for number in self.places:
             choice = (number, *(0 for _ in self.dimensions[1:]))
             if (candidate := self.candidate(choice)) is not None:
                 yield self._smaller(choice, candidate, 0)
@@ -170,47 +169,11 @@ class Search:
         hardware = self.scenario.hardware
         return Candidate(options, recompute, needed, needed.shortages(hardware), needed.lack(hardware))
 
-    def simulate(self, choice: Choice, *, beaten: bool = False, within: float = math.inf) -> Forecast | None:
-        """The estimate of a choice.
-
-        Args:
-            beaten: also if less memory suffices.
-            within: seconds of a step that are of interest.
-
-        Returns:
-            None if it does not fit, is beaten, or takes longer than ``within`` at any schedule.
-        """
-        candidate = self.candidate(choice)
-        if candidate is None or candidate.lack:
-            return None
-        key = candidate.key
-        if key not in self._found:
-            if not beaten and self._beaten(candidate):
-                return None
-            found = self.estimator.forecast(
-                candidate.options, candidate.needs, recompute=candidate.recompute, within=within
-            )
-            if found is None:
-                return None
-            self._found[key] = choice, found
-        return self._found[key][1]
-
-    def forecast(self, estimate: Forecast) -> Forecast:
-        """The forecast of a plan that was estimated."""
-        (key,) = (key for key, (_, found) in self._found.items() if found is estimate)
-        return self._forecast(self._candidate_of(key))
-
-    def _candidate_of(self, key: Key) -> Candidate:
+    def candidate_of(self, key: Key) -> Candidate:
+        """The known candidate that is this run."""
         candidate = self._candidates[key]
         assert candidate is not None
         return candidate
-
-    def _forecast(self, candidate: Candidate) -> Forecast:
-        if (key := candidate.key) not in self._forecasts:
-            known = self._found.get(key) if self.estimator.is_exact else None
-            scenario = replace(self.scenario, recompute=candidate.recompute)
-            self._forecasts[key] = forecast(candidate.options, scenario) if known is None else known[1]
-        return self._forecasts[key]
 
     def nearest(self) -> Candidate:
         """The known candidate that lacks the least.
@@ -221,10 +184,10 @@ class Search:
         found = [candidate for candidate in self._candidates.values() if candidate is not None]
         if not found:
             raise ValueError("the given options exclude each other in every plan; leave some of them out")
-        return self._exactly(min(found, key=lambda each: each.lack))
+        return self.exactly(min(found, key=lambda each: each.lack))
 
-    def _exactly(self, candidate: Candidate) -> Candidate:
-        """With the memory of a forecast."""
+    def exactly(self, candidate: Candidate) -> Candidate:
+        """The candidate with the memory of a forecast."""
         if self.estimator.is_exact:
             return candidate
         scenario = replace(self.scenario, recompute=candidate.recompute)
@@ -238,16 +201,16 @@ class Search:
     def _least(self, memory: str) -> Candidate | None:
         """The known plan that needs the least of one memory, which it lacks, and fits the others; None if none does."""
         known = [each for each in self._candidates.values() if each is not None and each.shortages.keys() == {memory}]
-        exact = map(self._exactly, sorted(known, key=lambda each: each.shortages[memory]))
+        exact = map(self.exactly, sorted(known, key=lambda each: each.shortages[memory]))
         return next((each for each in exact if each.shortages.keys() == {memory}), None)
 
-    def _frugal(self, place: int) -> Choice | None:
+    def frugal(self, place: int) -> Choice | None:
         """A choice of a place that fits, or else the one that lacks the least; None if the place has none.
 
         Unlike ``_smaller`` it passes choices that lack more in sum: those of which none lacks less of every memory are
         changed in any dimension, the nearest first, until there is no other one.
         """
-        known = {choice: found for choice, found in self._chosen.items() if choice[0] == place and found is not None}
+        known = {choice: found for choice, found in self.known.items() if choice[0] == place}
         best: dict[Choice, Candidate] = {}
         explored: set[Choice] = set()
         while known:
@@ -275,154 +238,15 @@ class Search:
         last = len(self.dimensions[number]) - 1
         return {0, max(0, choice[number] - 1), min(last, choice[number] + 1), last}
 
-    def fastest(self, *, rows: bool = False) -> Forecast | None:
-        """The fastest plan that fits; None if none fits.
-
-        It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``;
-        then by walks in each place. Where nothing fits at first, ``_frugal`` looks further. Of plans that are hardly
-        slower, the one that is nearest to AdamW is returned.
-
-        Args:
-            rows: also find the fastest one of each place.
-        """
-        for choice in self.starts():
-            self.simulate(choice, within=self._of_interest(rows))
-        if rows or not self._found:
-            self._try_frugal()
-        explored: set[Key] = set()
-        not_faster = 0
-        while self._found:
-            best = min(self.estimates, key=lambda each: each.step_s)
-            near = [
-                (found.step_s, key)
-                for key, (_, found) in self._found.items()
-                if found.step_s <= NEAR * best.step_s and key not in explored
-            ]
-            if not near or self._is_ideal(best) or not_faster == PATIENCE:
-                break
-            _, key = min(near, key=lambda pair: pair[0])  # keys have None in them, which has no order
-            explored.add(key)
-            for neighbor in self.neighbors(self._found[key][0]):
-                self.simulate(neighbor, within=self._of_interest(rows))
-            not_faster = not_faster + 1 if min(each.step_s for each in self.estimates) == best.step_s else 0
-        for choice in self.starts():
-            self._walk(choice, rows=rows)
-        return self._nearest_of_fastest() or self._any()
-
-    def _try_frugal(self) -> None:
-        """Simulate a plan of each place in which nothing else fits."""
-        for place in range(len(self.dimensions[0])):
-            if all(choice[0] != place for choice, _ in self._found.values()):
-                choice = self._frugal(place)
-                if choice is not None:
-                    self.simulate(choice, beaten=True)
-
-    def _any(self) -> Forecast | None:
-        """A known plan that fits by a forecast, where estimates of the fastest ones were too low."""
-        fitting = {choice: each for choice, each in self._chosen.items() if each is not None and not each.lack}
-        for choice in sorted(fitting, key=lambda choice: fitting[choice].needs.sums()["host"]):
-            if not self._exactly(fitting[choice]).lack:
-                estimate = self.simulate(choice, beaten=True)
-                assert estimate is not None
-                return self.forecast(estimate)
-        return None
-
     def fitting(self) -> Candidate | None:
         """A plan that fits, without its time; None if none does."""
         simple = [*self.starts()]
-        of_places = (self._frugal(place) for place in range(len(self.dimensions[0])))
+        of_places = (self.frugal(place) for place in self.places)
         for choice in (choice for found in (simple, of_places) for choice in found if choice is not None):
             candidate = self.candidate(choice)
-            if candidate is not None and not candidate.lack and not (exact := self._exactly(candidate)).lack:
+            if candidate is not None and not candidate.lack and not (exact := self.exactly(candidate)).lack:
                 return exact
         return None
-
-    def _nearest_of_fastest(self) -> Forecast | None:
-        """Of plans that are hardly slower than the fastest one, the one that is nearest to AdamW.
-
-        Estimates say which ones to forecast: one for each departure from AdamW.
-        """
-        while self._found:
-            fastest = self.forecast(min(self.estimates, key=lambda each: each.step_s))
-            if not fastest.fits:
-                self._drop(fastest)
-                continue
-            tried: set[tuple[int, int]] = set()
-            for estimate in sorted(as_fast(self.estimates), key=_departure):
-                if (departure := _departure(estimate)[:2]) not in tried:
-                    tried.add(departure)
-                    found = self.forecast(estimate)
-                    if found.fits and found.step_s * (1 - WORTH_IT) <= fastest.step_s:
-                        return found
-            return fastest
-        return None
-
-    def _of_interest(self, rows: bool) -> float:
-        """Seconds of a step beyond which a plan is neither returned nor a way to one."""
-        if rows or not self._found:
-            return math.inf
-        return NEAR * min(each.step_s for each in self.estimates)
-
-    def _drop(self, found: Forecast) -> None:
-        """Forget the estimate of a forecast that does not fit: packing its gradient buffers takes more."""
-        for key, each in self._forecasts.items():
-            if each is found:
-                del self._found[key]
-
-    def explore(self) -> list[Forecast]:
-        """Change one option at a time from every plan on a frontier, until no better one is found.
-
-        Returns:
-            Estimates of all plans that were simulated.
-        """
-        for choice in self.starts():
-            self.simulate(choice)
-        self._try_frugal()
-        explored: set[Key] = set()
-        while keys := self._on_frontiers() - explored:
-            explored |= keys
-            for key in [key for key in self._found if key in keys]:
-                for choice in self.neighbors(self._found[key][0]):
-                    self.simulate(choice)
-        return self.estimates
-
-    def options_of(self, found: Forecast) -> Options:
-        """All options of a plan that was forecast."""
-        (key,) = (key for key, plan in self._forecasts.items() if plan is found)
-        return self._candidate_of(key).options
-
-    def by_place(self, best: Forecast | None) -> list[Forecast]:
-        """The fastest known plan of each place, or ``best`` of its own; the nearest to fitting if none fits."""
-        of_best = {key for key, plan in self._forecasts.items() if plan is best}
-        plans = []
-        for place in range(len(self.dimensions[0])):
-            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == place}
-            ordered = sorted(known, key=lambda key: (key not in of_best, known[key].step_s))
-            fitting = (plan for key in ordered if (plan := self._forecast(self._candidate_of(key))).fits)
-            others = [found for choice, found in self._chosen.items() if choice[0] == place and found is not None]
-            if (fastest := next(fitting, None)) is not None:
-                plans.append(fastest)
-            elif others:
-                plans.append(self._forecast(min(others, key=lambda each: each.lack)))
-        return plans
-
-    def _walk(self, start: Choice, *, rows: bool) -> None:
-        """Change what stays resident, the ratio or the stride of a place's fastest plan until none is faster."""
-        self.simulate(start, beaten=True, within=self._of_interest(rows))
-        before: Forecast | None = None
-        while known := [each for each in self._found.values() if each[0][0] == start[0]]:
-            choice, found = min(known, key=lambda each: each[1].step_s)
-            if found is before or found.is_free:
-                return
-            before = found
-            for number, alternatives in enumerate(self.dimensions):
-                for index in range(len(alternatives)) if alternatives[0].keys() <= _WALKED else ():
-                    other = (*choice[:number], index, *choice[number + 1 :])
-                    self.simulate(other, beaten=True, within=min(found.step_s, self._of_interest(rows)))
-
-    def _on_frontiers(self) -> set[Key]:
-        best = [each for memory in (device_first, host_first) for each in chain(self.estimates, memory)]
-        return {key for key, (_, found) in self._found.items() if any(found is each for each in best)}
 
     def _options(self, changes: Mapping[str, Any]) -> Options | None:
         scenario = self.scenario
@@ -475,11 +299,11 @@ class Search:
         return choice
 
     @cached_property
-    def _may_keep_activations(self) -> bool:
-        """Whether a plan fits without recomputation."""
+    def may_keep_activations(self) -> bool:
+        """Return whether a plan fits without recomputation."""
         numbers = [number for number, found in enumerate(self.dimensions) if {"recompute": False} in found]
         for number in numbers:
-            for start in range(len(self.dimensions[0])):
+            for start in self.places:
                 choice = (start, *(0 for _ in self.dimensions[1:]))
                 if (candidate := self.candidate(choice)) is None:
                     continue
@@ -488,12 +312,202 @@ class Search:
                     return True
         return False
 
+
+class Search:
+    """Estimates of a space's candidates, each computed one time, and forecasts of those that are returned."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space = space
+        self._found: dict[Key, tuple[Choice, Forecast]] = {}  # estimates
+        self._forecasts: dict[Key, Forecast] = {}
+
+    @property
+    def estimates(self) -> list[Forecast]:
+        """All that were simulated; each of them fits, as far as estimates say."""
+        return [found for _, found in self._found.values()]
+
+    def simulate(self, choice: Choice, *, beaten: bool = False, within: float = math.inf) -> Forecast | None:
+        """The estimate of a choice.
+
+        Args:
+            beaten: also if less memory suffices.
+            within: seconds of a step that are of interest.
+
+        Returns:
+            None if it does not fit, is beaten, or takes longer than ``within`` at any schedule.
+        """
+        candidate = self.space.candidate(choice)
+        if candidate is None or candidate.lack:
+            return None
+        key = candidate.key
+        if key not in self._found:
+            if not beaten and self._beaten(candidate):
+                return None
+            found = self.space.estimator.forecast(
+                candidate.options, candidate.needs, recompute=candidate.recompute, within=within
+            )
+            if found is None:
+                return None
+            self._found[key] = choice, found
+        return self._found[key][1]
+
+    def forecast(self, estimate: Forecast) -> Forecast:
+        """The forecast of a plan that was estimated."""
+        (key,) = (key for key, (_, found) in self._found.items() if found is estimate)
+        return self._forecast(self.space.candidate_of(key))
+
+    def _forecast(self, candidate: Candidate) -> Forecast:
+        if (key := candidate.key) not in self._forecasts:
+            known = self._found.get(key) if self.space.estimator.is_exact else None
+            scenario = replace(self.space.scenario, recompute=candidate.recompute)
+            self._forecasts[key] = forecast(candidate.options, scenario) if known is None else known[1]
+        return self._forecasts[key]
+
+    def fastest(self, *, rows: bool = False) -> Forecast | None:
+        """The fastest plan that fits; None if none fits.
+
+        It is found by the neighbors of the fastest ones in turn, until the device does not wait, or by ``PATIENCE``;
+        then by walks in each place. Where nothing fits at first, ``frugal`` looks further. Of plans that are hardly
+        slower, the one that is nearest to AdamW is returned.
+
+        Args:
+            rows: also find the fastest one of each place.
+        """
+        for choice in self.space.starts():
+            self.simulate(choice, within=self._of_interest(rows))
+        if rows or not self._found:
+            self._try_frugal()
+        explored: set[Key] = set()
+        not_faster = 0
+        while self._found:
+            best = min(self.estimates, key=lambda each: each.step_s)
+            near = [
+                (found.step_s, key)
+                for key, (_, found) in self._found.items()
+                if found.step_s <= NEAR * best.step_s and key not in explored
+            ]
+            if not near or self._is_ideal(best) or not_faster == PATIENCE:
+                break
+            _, key = min(near, key=lambda pair: pair[0])  # keys have None in them, which has no order
+            explored.add(key)
+            for neighbor in self.space.neighbors(self._found[key][0]):
+                self.simulate(neighbor, within=self._of_interest(rows))
+            not_faster = not_faster + 1 if min(each.step_s for each in self.estimates) == best.step_s else 0
+        for choice in self.space.starts():
+            self._walk(choice, rows=rows)
+        return self._nearest_of_fastest() or self._any()
+
+    def _try_frugal(self) -> None:
+        """Simulate a plan of each place in which nothing else fits."""
+        for place in self.space.places:
+            if all(choice[0] != place for choice, _ in self._found.values()):
+                choice = self.space.frugal(place)
+                if choice is not None:
+                    self.simulate(choice, beaten=True)
+
+    def _any(self) -> Forecast | None:
+        """A known plan that fits by a forecast, where estimates of the fastest ones were too low."""
+        fitting = {choice: each for choice, each in self.space.known.items() if not each.lack}
+        for choice in sorted(fitting, key=lambda choice: fitting[choice].needs.sums()["host"]):
+            if not self.space.exactly(fitting[choice]).lack:
+                estimate = self.simulate(choice, beaten=True)
+                assert estimate is not None
+                return self.forecast(estimate)
+        return None
+
+    def _nearest_of_fastest(self) -> Forecast | None:
+        """Of plans that are hardly slower than the fastest one, the one that is nearest to AdamW.
+
+        Estimates say which ones to forecast: one for each departure from AdamW.
+        """
+        while self._found:
+            fastest = self.forecast(min(self.estimates, key=lambda each: each.step_s))
+            if not fastest.fits:
+                self._drop(fastest)
+                continue
+            tried: set[tuple[int, int]] = set()
+            for estimate in sorted(as_fast(self.estimates), key=_departure):
+                if (departure := _departure(estimate)[:2]) not in tried:
+                    tried.add(departure)
+                    found = self.forecast(estimate)
+                    if found.fits and found.step_s * (1 - WORTH_IT) <= fastest.step_s:
+                        return found
+            return fastest
+        return None
+
+    def _of_interest(self, rows: bool) -> float:
+        """Seconds of a step beyond which a plan is neither returned nor a way to one."""
+        if rows or not self._found:
+            return math.inf
+        return NEAR * min(each.step_s for each in self.estimates)
+
+    def _drop(self, found: Forecast) -> None:
+        """Forget the estimate of a forecast that does not fit: packing its gradient buffers takes more."""
+        for key, each in self._forecasts.items():
+            if each is found:
+                del self._found[key]
+
+    def explore(self) -> list[Forecast]:
+        """Change one option at a time from every plan on a frontier, until no better one is found.
+
+        Returns:
+            Estimates of all plans that were simulated.
+        """
+        for choice in self.space.starts():
+            self.simulate(choice)
+        self._try_frugal()
+        explored: set[Key] = set()
+        while keys := self._on_frontiers() - explored:
+            explored |= keys
+            for key in [key for key in self._found if key in keys]:
+                for choice in self.space.neighbors(self._found[key][0]):
+                    self.simulate(choice)
+        return self.estimates
+
+    def options_of(self, found: Forecast) -> Options:
+        """All options of a plan that was forecast."""
+        (key,) = (key for key, plan in self._forecasts.items() if plan is found)
+        return self.space.candidate_of(key).options
+
+    def by_place(self, best: Forecast | None) -> list[Forecast]:
+        """The fastest known plan of each place, or ``best`` of its own; the nearest to fitting if none fits."""
+        of_best = {key for key, plan in self._forecasts.items() if plan is best}
+        plans = []
+        for place in self.space.places:
+            known = {key: plan for key, (choice, plan) in self._found.items() if choice[0] == place}
+            ordered = sorted(known, key=lambda key: (key not in of_best, known[key].step_s))
+            fitting = (plan for key in ordered if (plan := self._forecast(self.space.candidate_of(key))).fits)
+            others = [found for choice, found in self.space.known.items() if choice[0] == place]
+            if (fastest := next(fitting, None)) is not None:
+                plans.append(fastest)
+            elif others:
+                plans.append(self._forecast(min(others, key=lambda each: each.lack)))
+        return plans
+
+    def _walk(self, start: Choice, *, rows: bool) -> None:
+        """Change what stays resident, the ratio or the stride of a place's fastest plan until none is faster."""
+        self.simulate(start, beaten=True, within=self._of_interest(rows))
+        before: Forecast | None = None
+        while known := [each for each in self._found.values() if each[0][0] == start[0]]:
+            choice, found = min(known, key=lambda each: each[1].step_s)
+            if found is before or found.is_free:
+                return
+            before = found
+            for number, alternatives in enumerate(self.space.dimensions):
+                for index in range(len(alternatives)) if alternatives[0].keys() <= _WALKED else ():
+                    other = (*choice[:number], index, *choice[number + 1 :])
+                    self.simulate(other, beaten=True, within=min(found.step_s, self._of_interest(rows)))
+
+    def _on_frontiers(self) -> set[Key]:
+        best = [each for memory in (device_first, host_first) for each in chain(self.estimates, memory)]
+        return {key for key, (_, found) in self._found.items() if any(found is each for each in best)}
+
     def _is_ideal(self, found: Forecast) -> bool:
         """Return whether the device waits for nothing, and recomputes nothing that it might not."""
-        return found.is_free and not (found.recompute and self._may_keep_activations)
+        return found.is_free and not (found.recompute and self.space.may_keep_activations)
 
     def _beaten(self, candidate: Candidate) -> bool:
-        """Whether plans in which the device does not wait need less of each memory: more memory saves no time."""
+        """Return whether plans in which the device does not wait need less of each memory: more saves no time."""
         free = [found for _, found in self._found.values() if self._is_ideal(found)]
         return any(found.device_bytes <= sum(candidate.needs.device.values()) for found in free) and any(
             found.host_bytes <= sum(candidate.needs.host.values()) for found in free

@@ -344,7 +344,7 @@ def _parts(
         Part(
             blocking=blocking,
             staleness=staleness,
-            down=sum(param.buffer_bytes // devices for param in group if not param.keeps_gradient),
+            down=sum(param.gradient_buffers.nbytes // devices for param in group if not param.keeps_gradient),
             pending=tuple(_pending_bytes(group, step, devices) for step in steps),
             flushes=tuple(_flushed(plan, group, in_turn, step, devices) for step in steps),
         )
@@ -360,7 +360,7 @@ def _pending_bytes(params: Sequence[ParamPlan], step: int, devices: int) -> int:
     """Compressed gradients are copied at every step, sums only when their update window is flushed."""
     going = [param for param in params if param.compressed]
     going += [param for param in _flushing(params, step) if param.summed]
-    return sum(param.buffer_bytes // devices for param in going)
+    return sum(param.gradient_buffers.nbytes // devices for param in going)
 
 
 def _flushed(

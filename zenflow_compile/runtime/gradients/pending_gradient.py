@@ -30,7 +30,7 @@ from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 
 Outgoing = tuple[Tensor, Sequence[StepCoefficients]]
-"""A block of the plan's ``buffer_shape`` and ``buffer_dtype``, and the coefficients of its gradients."""
+"""A block like one of the plan's ``gradient_buffers``, and the coefficients of its gradients."""
 
 
 class PendingGradient:
@@ -139,7 +139,8 @@ class PendingGradient:
             found.content(self.residual.lost)
 
     def _new_block(self) -> Tensor:
-        return torch.empty(self._plan.buffer_shape, dtype=self._plan.buffer_dtype, device=self._device)
+        buffers = self._plan.gradient_buffers
+        return torch.empty(buffers.shape, dtype=buffers.dtype, device=self._device)
 
 
 class Scales:

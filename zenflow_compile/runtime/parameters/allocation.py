@@ -60,22 +60,23 @@ def allocate_pools(params: Sequence[ParamPlan], arena: HostArena) -> dict[int, l
         memory = arena.take((packing.nbytes,), torch.uint8)
         offsets = iter(packing.offsets)
         for param in pool:
-            found[param.index] = [_view(memory, next(offsets), param) for _ in range(param.gradient_buffers)]
+            found[param.index] = [_view(memory, next(offsets), param) for _ in range(param.gradient_buffers.count)]
     return found
 
 
 def _view(memory: Tensor, offset: int, param: ParamPlan) -> Tensor:
-    nbytes = prod(param.buffer_shape) * param.buffer_dtype.itemsize
-    return memory[offset : offset + nbytes].view(param.buffer_dtype).view(param.buffer_shape)
+    shape, dtype = param.gradient_buffers.shape, param.gradient_buffers.dtype
+    nbytes = prod(shape) * dtype.itemsize
+    return memory[offset : offset + nbytes].view(dtype).view(shape)
 
 
 def connect(hosts: Mapping[int, HostState]) -> None:
     """Tell each of ``hosts``, by index of its parameter, which buffers of others have memory of its own buffers."""
     for pool in pools_of(host.plan for host in hosts.values()):
-        buffers = [(param.index, number) for param in pool for number in range(param.gradient_buffers)]
+        buffers = [(param.index, number) for param in pool for number in range(param.gradient_buffers.count)]
         # No references: the arena's memory is given back with its last tensor, and not when cycles are collected.
         known = {param.index: weakref.ref(hosts[param.index]) for param in pool}
-        together = overlaps([each for param in pool for each in param.lifetimes], pool_packing(pool))
+        together = overlaps([each for param in pool for each in param.gradient_buffers.lifetimes], pool_packing(pool))
         for (index, number), others in zip(buffers, together, strict=True):
             sharing = (buffers[other] for other in others)
             hosts[index].sharers[number] = [(known[their_index], their_number) for their_index, their_number in sharing]
@@ -245,9 +246,9 @@ class EngineMemory:
         return uploads
 
     def _kernel(self, plan: ParamPlan) -> HostAdam:
-        key = (plan.dtype, plan.buffer_dtype, plan.interval)
+        key = (plan.dtype, plan.gradient_buffers.dtype, plan.interval)
         if key not in self.kernels:
-            self.kernels[key] = HostAdam(plan.buffer_dtype, plan.dtype, plan.interval)
+            self.kernels[key] = HostAdam(plan.gradient_buffers.dtype, plan.dtype, plan.interval)
         return self.kernels[key]
 
     def _touch_first(self, hosts: Sequence[HostState]) -> None:

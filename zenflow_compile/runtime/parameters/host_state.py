@@ -201,8 +201,9 @@ class HostState:
         assert (file is not None) == plan.in_file
         assert (gradients is not None) == (plan.pool is not None)
         assert bool(uploads) == plan.weight_in_file
+        buffers = plan.gradient_buffers
         if gradients is None:
-            gradients = [arena.take(plan.buffer_shape, plan.buffer_dtype) for _ in range(plan.gradient_buffers)]
+            gradients = [arena.take(buffers.shape, buffers.dtype) for _ in range(buffers.count)]
         block = (plan.deferred, plan.length)
         form = StateForm.of_deferred(plan)
         unit = CUT_ELEMENTS if form.plain and not plan.compressed else plan.length  # others are cut between slices
@@ -217,9 +218,9 @@ class HostState:
             kernel=kernel,
             pool=pool,
             workers=workers,
-            readers=[None] * plan.gradient_buffers,
-            uploading=[None] * plan.gradient_buffers,
-            indices=[plan.buffer_index(step) for step in range(plan.interval * plan.gradient_buffers)],
+            readers=[None] * buffers.count,
+            uploading=[None] * buffers.count,
+            indices=[buffers.index(step) for step in range(plan.interval * buffers.count)],
             sharers=[[] for _ in gradients],
             ranges=task_ranges(plan.deferred * plan.length, workers, unit),
         )
@@ -228,7 +229,8 @@ class HostState:
     def arena_bytes(plan: ParamPlan) -> int:
         """Bytes that ``allocate`` takes: ``plan.host_bytes`` and the alignment of each tensor."""
         block = (plan.deferred, plan.length)
-        gradients = [(plan.buffer_shape, plan.buffer_dtype)] * (plan.gradient_buffers if plan.pool is None else 0)
+        buffers = plan.gradient_buffers
+        gradients = [(buffers.shape, buffers.dtype)] * (buffers.count if plan.pool is None else 0)
         state = [] if plan.in_file else StateForm.of_deferred(plan).tensors(plan.deferred)
         uploads = [] if plan.weight_in_file else [(block, plan.dtype)] * plan.upload_buffers
         return carved_bytes([*state, *gradients, *uploads])
@@ -283,7 +285,7 @@ class HostState:
         return users, updates
 
     def free_buffer(self, step: int) -> tuple[int, Tensor]:
-        """The gradient buffer of optimizer step ``step``, of the plan's ``buffer_shape``; waits until it is free."""
+        """The gradient buffer of optimizer step ``step``, see ``GradientBuffers``; waits until it is free."""
         index = self.indices[step % len(self.indices)]
         users, updates = self.users_of(index)
         for update in updates:

@@ -36,8 +36,8 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: Workers) -> float:
     stored = zip(form.row_elements, form.dtypes, strict=True)
     state = [torch.ones(slices * row, dtype=dtype, device="cpu") for row, dtype in stored]
     out = torch.ones(elements, dtype=plan.dtype, device="cpu")
-    shape = (slices, plan.buffer_shape[1]) if plan.compressed else (elements,)
-    gradients = [torch.ones(shape, dtype=plan.buffer_dtype, device="cpu") for _ in coefficients]
+    shape = (slices, plan.gradient_buffers.shape[1]) if plan.compressed else (elements,)
+    gradients = [torch.ones(shape, dtype=plan.gradient_buffers.dtype, device="cpu") for _ in coefficients]
     update = WindowUpdate(
         state, out, gradients, coefficients, len(coefficients), 1.0, form, out if form.split else None
     )

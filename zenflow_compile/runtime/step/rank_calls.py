@@ -30,12 +30,8 @@ from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
-class StepMessages(OneRank):
-    """The messages of the optimizer steps of one engine.
-
-    Attributes:
-        measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
-    """
+class SeveralRanks(OneRank):
+    """The calls that all ranks make, whether they divide parameters or have shards of them."""
 
     group: RankGroup
 
@@ -44,7 +40,7 @@ class StepMessages(OneRank):
         self.rank = group.rank
         group.recorder = recorder
         self._registry = registry
-        self.measured_window: int | None = None
+        self.messages = StepMessages(group, registry)
 
     @property
     def failed(self) -> bool:
@@ -58,7 +54,7 @@ class StepMessages(OneRank):
 
     def shortest_window(self, measured: int | None) -> int | None:
         """Keep what is measured for the next step's message: rank 0's counts."""
-        self.measured_window = measured or self.measured_window
+        self.messages.measured_window = measured or self.messages.measured_window
         return None
 
     def agree_on_load(self, refusal: str) -> None:
@@ -71,17 +67,30 @@ class StepMessages(OneRank):
             if text and not refusal:
                 raise ValueError(f"rank {rank} cannot load its state dict, so no rank has loaded one: {text}")
 
-    def _step_message(self) -> bytes:
+
+class StepMessages:
+    """The messages of the optimizer steps of one engine, by which ranks see whether they do the same step.
+
+    Attributes:
+        measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
+    """
+
+    def __init__(self, group: RankGroup, registry: ParamRegistry) -> None:
+        self.group = group
+        self._registry = registry
+        self.measured_window: int | None = None
+
+    def own(self) -> bytes:
         """What a rank tells the others in each step: 12 bytes."""
         return (
             (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups() + self._digest_of_gradients()
         )
 
-    def _check_step(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
+    def check(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
         """Raise RankError if ranks are not about to do the same step. Returns the shortest window of rank 0's host.
 
         Args:
-            rows: what the ranks have sent, which begins with ``_step_message``.
+            rows: what the ranks have sent, which begins with ``own``.
             gradients: all gradients have been sent, so that ranks have those of the same parameters.
         """
         self._check_equal(rows, slice(4, 8), "values in param_groups")
@@ -113,7 +122,7 @@ def _digest(content: bytes) -> bytes:
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class RankCalls(StepMessages):
+class RankCalls(SeveralRanks):
     """The calls of one engine that all ranks make, in the same order: they divide its parameters."""
 
     divides = True
@@ -158,21 +167,21 @@ class RankCalls(StepMessages):
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
-        """Run an optimizer step inside of the block, with what ``_check_step`` returns.
+        """Run an optimizer step inside of the block, with what ``StepMessages.check`` returns.
 
         Gradients that wait for declared backwards are sent first. Raises RankError if not all ranks call it, one has
         failed, or they have other gradients or rates.
         """
         self.group.step = number
         with self.group.announcing():
-            head = self._step_message() + bytes([self.reduction.has_unsent()])
+            head = self.messages.own() + bytes([self.reduction.has_unsent()])
             writes = self._notice_writes(number)
             for offloaded in self._registry.offloaded.values():
                 offloaded.receive_weights()
             rows = self.group.exchange(Call.STEP, head + writes)
             self._follow_writes([row[len(head) :] for row in rows])
             unsent = any(row[len(head) - 1] for row in rows)
-            yielded = self._check_step(rows, gradients=not unsent)
+            yielded = self.messages.check(rows, gradients=not unsent)
             if unsent:
                 self.reduction.finish()
             yield yielded
@@ -266,19 +275,19 @@ _ROUNDING = 1e-5
 """Relative difference of f32 norms that are of the same values, on processors that add them up in another order."""
 
 
-class ShardCalls(StepMessages):
+class ShardCalls(SeveralRanks):
     """The calls of one engine that all ranks of a sharded model make, in the same order."""
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
-        """Run an optimizer step inside of the block, with what ``_check_step`` returns.
+        """Run an optimizer step inside of the block, with what ``StepMessages.check`` returns.
 
         Raises RankError if not all ranks call it, one has failed, or they have other gradients or rates.
         """
         self.group.step = number
         with self.group.announcing():
-            rows = self.group.exchange(Call.STEP, self._step_message())
-            yield self._check_step(rows, gradients=True)
+            rows = self.group.exchange(Call.STEP, self.messages.own())
+            yield self.messages.check(rows, gradients=True)
         self.group.step = number + 1
 
     @contextmanager

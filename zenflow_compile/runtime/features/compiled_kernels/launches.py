@@ -48,7 +48,7 @@ def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[],
             yield partial(triton_kernels.adam_columns_, state, coefficients, eps=1e-8)
     if plan.compressed:
         lost = deferred if plan.dtype == torch.float32 else deferred.bfloat16()
-        scales, values = scales_and_values(torch.empty(plan.buffer_shape, dtype=torch.int8, device=_META))
+        scales, values = scales_and_values(torch.empty(plan.gradient_buffers.shape, dtype=torch.int8, device=_META))
         for factor in factors:
             yield partial(triton_kernels.quantize_slices_, deferred, lost, factor.for_kernels(), scales, values)
     if host_weights:
