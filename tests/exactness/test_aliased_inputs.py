@@ -108,7 +108,7 @@ def train(case: Callable[..., Step], inner: str | None, policy: str, in_backward
     if inner is not None:
         found = ops.owner_of(model.gate)
         assert found is not None
-        found[0].optimizer.close()  # type: ignore[attr-defined]
+        found[0].core.optimizer.close()  # type: ignore[attr-defined]
     return [*losses, *(param.detach() for param in params.values())]
 
 

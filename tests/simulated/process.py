@@ -30,7 +30,7 @@ import pytest
 from tests.support.fork_server import begin_process, fork_server
 
 _T = TypeVar("_T")
-_DIAGNOSIS = signal.SIGUSR1
+_STACKS_AND_QUEUES, _QUEUES = signal.SIGUSR1, signal.SIGUSR2
 
 
 class SimulatedHang(RuntimeError):  # noqa: N818 - what happened, not a mistake
@@ -77,7 +77,7 @@ class SimulatedProcess:
         try:
             self._connection.send_bytes(request)
             if not self._answers(timeout, stuck):
-                text = self._diagnose()
+                text = self._diagnose(_STACKS_AND_QUEUES)
                 self._kill()
                 raise SimulatedHang(f"{function.__qualname__} did not return within {timeout:g} s\n{text}")
             failed, answer = pickle.loads(self._connection.recv_bytes())
@@ -97,7 +97,8 @@ class SimulatedProcess:
         while seen < 2 and (left := deadline - time.monotonic()) > 0:
             if self._connection.poll(left if stuck is None else 1):
                 return True
-            seen = seen + 1 if stuck is not None and stuck in self._diagnose() else 0
+            # Hazard: faulthandler reads the frames of threads that run on, and may end the child.
+            seen = seen + 1 if stuck is not None and stuck in self._diagnose(_QUEUES) else 0
         return False
 
     def close(self) -> int | None:
@@ -119,7 +120,7 @@ class SimulatedProcess:
         self._process.start()
         theirs.close()
         if not self._connection.poll(120):
-            raise SimulatedHang(f"the child did not start\n{self._diagnose()}")
+            raise SimulatedHang(f"the child did not start\n{self._diagnose(_STACKS_AND_QUEUES)}")
         self._connection.recv_bytes()
 
     def _kill(self) -> int | None:
@@ -133,12 +134,12 @@ class SimulatedProcess:
         self._folder.rmdir()
         return process.exitcode
 
-    def _diagnose(self) -> str:
-        """All stacks of the child and the device's queues, whatever its threads hold."""
+    def _diagnose(self, what: signal.Signals) -> str:
+        """The device's queues, and all stacks of the child, whatever its threads hold."""
         assert self._process is not None
         assert self._process.pid is not None
         (self._folder / "dump").unlink(missing_ok=True)
-        os.kill(self._process.pid, _DIAGNOSIS)
+        os.kill(self._process.pid, what)
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline and not self._read("dump"):
             time.sleep(0.05)
@@ -179,7 +180,7 @@ def _serve(connection: Connection, environment: dict[str, str], folder: str) -> 
     begin_process(environment)
     stacks = open(f"{folder}/stacks", "w")  # noqa: SIM115 - faulthandler keeps the descriptor
     faulthandler.enable(stacks)
-    faulthandler.register(_DIAGNOSIS, stacks, all_threads=True)
+    faulthandler.register(_STACKS_AND_QUEUES, stacks, all_threads=True)
     import torch
 
     from tests.simulated.simulator import load_simulator
@@ -188,9 +189,10 @@ def _serve(connection: Connection, environment: dict[str, str], folder: str) -> 
     simulator = load_simulator()
     # Hazard: the device's executor thread writes the dump while faulthandler writes stacks. With ``chain`` the signal
     # requests the dump after the last stack.
-    faulthandler.unregister(_DIAGNOSIS)
-    simulator.dump_on_signal(_DIAGNOSIS, f"{folder}/dump")
-    faulthandler.register(_DIAGNOSIS, stacks, all_threads=True, chain=True)
+    faulthandler.unregister(_STACKS_AND_QUEUES)
+    for each in (_STACKS_AND_QUEUES, _QUEUES):
+        simulator.dump_on_signal(each, f"{folder}/dump")
+    faulthandler.register(_STACKS_AND_QUEUES, stacks, all_threads=True, chain=True)
     connection.send_bytes(b"ready")
     while True:
         try:
