@@ -114,11 +114,9 @@ class WeightPrefetch:
             taken = next((i + 1 for i in range(self._next, len(order)) if order[i] == p), self._next)
             left = self._ahead if self._stepped else self._ahead[taken - self._next :]
             self._next, self._ahead = taken, left
-        staged = self._staged.get(p)
-        if staged is None or self._weights[p].values.is_current(staged):
-            return self._staged.pop(p, None)
-        self._drop(p)
-        return None
+        if p in self._staged and not self._weights[p].values.is_current(self._staged[p]):
+            self._drop(p)
+        return self._staged.pop(p, None)
 
     def drop(self) -> None:
         """Forget all copies, once they have ended."""
