@@ -36,7 +36,7 @@ import zenflow_compile as zf
 from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from benchmarks.emulated import EmulatedModel
 from zenflow_compile.runtime.device.thread_lane import INLINE_BYTES, ThreadLane, ThreadTicket
-from zenflow_compile.runtime.parameters.host_weight import Staged
+from zenflow_compile.runtime.parameters.host_values import Staged
 from zenflow_compile.timeline import COMPUTE
 
 WIDTH = 160

@@ -14,7 +14,8 @@ from tests.support.patches import failing
 from tests.support.training import EAGER_BACKEND, Recorded
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights
-from zenflow_compile.runtime.parameters.host_weight import HostWeight, Staged
+from zenflow_compile.runtime.parameters.host_values import HostValues, Staged
+from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
 
 pytestmark = pytest.mark.timeout(120)
@@ -99,7 +100,7 @@ def test_copies_ahead_change_no_number(policy: str, habit: str, loads: dict[str,
     assert run.equals(plain)
 
 
-@mock.patch.object(HostWeight, "is_current", mock.Mock(return_value=True))
+@mock.patch.object(HostValues, "is_current", mock.Mock(return_value=True))
 def test_stale_copy_is_not_taken() -> None:
     """Mutant: a copy from before the update is taken for a current one. The run above finds it."""
     run, plain = Run(offload_weights=1.0, **POLICIES["zero_offload"]), Run(**POLICIES["zero_offload"])
@@ -145,7 +146,7 @@ def test_load_without_memory_leaves_no_trace() -> None:
     run.train(range(3))
     error = torch.OutOfMemoryError("no memory")
     for after in range(5):  # a forward that fails leaves weights behind, which need no load until the next step
-        with failing(HostWeight, "_fill", error, after=after), pytest.raises(torch.OutOfMemoryError):
+        with failing(HostValues, "fill", error, after=after), pytest.raises(torch.OutOfMemoryError):
             run.forward(50).backward()
         run.optimizer.zero_grad()
         assert run.ring_in_use <= 2

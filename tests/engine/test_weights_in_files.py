@@ -143,7 +143,7 @@ def test_host_memory_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     assert registry.host_bytes == sum(arenas) == gradients + biases + WINDOW
     assert [each.nbytes for each in registry.transport.caches if each] == [WINDOW - WEIGHT, WEIGHT]
     assert 0 < max(resident) <= WINDOW - WEIGHT
-    assert all(weight._whole is None for p, weight in registry.weights.weights.items() if p in registry.offloaded)
+    assert all(weight.values.whole is None for p, weight in registry.weights.weights.items() if p in registry.offloaded)
 
 
 def test_weights_are_read_ahead_of_their_copies(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,19 +212,20 @@ MUTANTS = {
 }  # fmt: skip
 
 WEIGHT = "parameters.host_weight:HostWeight."
+VALUES = "parameters.host_values:HostValues."
 CACHE = "nvme.cache:NvmeCache."
 WEIGHT_MUTANTS = {
     "load before its copy": without(
-        WEIGHT + "_fill", "staged.ticket.wait_on_device()", Case("weights exact", delays="H2D last")
+        VALUES + "fill", "staged.ticket.wait_on_device()", Case("weights exact", delays="H2D last")
     ),
     "copy of a weight before its job": without(
-        WEIGHT + "stage", "after=job", Case("weights exact", delays="jobs last"), "after=None"
+        VALUES + "stage", "after=job", Case("weights exact", delays="jobs last"), "after=None"
     ),
     "memory freed while it is written back": without(
-        WEIGHT + "unload", "self._written_back.wait_on_device()", Case("weights resident", delays="D2H last")
+        WEIGHT + "unload", "values.written_back.wait_on_device()", Case("weights resident", delays="D2H last")
     ),
     "load before the masters of new slices": without(
-        WEIGHT + "_fill", "exchange.finish()", Case("weights reselect often", delays="H2D last")
+        VALUES + "fill", "exchange.finish()", Case("weights reselect often", delays="H2D last")
     ),
     "copy of a weight before the rows of an exchange": without(
         UPDATES + "FlushedUpdates._reselect", "self.host.upload_writer = self.host.last_job",

@@ -56,7 +56,7 @@ class ForkedAccess(WeightAccess):
     # Weights in host memory.
 
     def _check_host_weights(self) -> None:
-        if any(each.offloaded for each in self.weights.weights.values()):
+        if any(each.values.offloaded for each in self.weights.weights.values()):
             errors.refuse_in_child("weights are in host memory, which it does not have")
 
     def hold_weights(self, params: Iterable[Tensor] | None = None, *, to_write: bool = False) -> None:

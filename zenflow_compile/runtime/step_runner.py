@@ -106,7 +106,7 @@ class StepRunner:
     def _keep_fitting(self, fitting: Mapping[int, str]) -> None:
         """Keep weights that fit, which no update in flight overwrites: due ones have been applied."""
         for p, reason in fitting.items():
-            if self.weights.weights[p].has_update_on_its_way:
+            if self.weights.weights[p].values.has_update_on_its_way:
                 continue
             try:
                 self._access.keep_weights({p: reason})

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.weight_memory import OffloadedWeights
 from zenflow_compile.runtime.engine_core import EngineCore
-from zenflow_compile.runtime.parameters.host_weight import Place
+from zenflow_compile.runtime.parameters.host_values import Place
 from zenflow_compile.torch_internals import torch_private
 
 
@@ -187,7 +187,7 @@ class WeightAccess:
         if home is None or home.is_on_device():
             return None
         values = self.registry.weight_of(index)
-        return values.clone() if home.place is Place.WHOLE else values  # of slices it is a copy already
+        return values.clone() if home.values.place is Place.WHOLE else values  # of slices it is a copy already
 
     def release_weights(self, params: Iterable[Tensor] | None = None) -> None:
         """Unload weights that are held. None: all."""

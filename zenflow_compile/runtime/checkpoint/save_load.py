@@ -203,7 +203,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]
             if (home := offloaded.weights.home) is not None:
-                home.detach_from_state()
+                home.values.detach_from_state(on_device=home.loaded)
             full = {**_untrained(offloaded), **(entry or {})}
             if "master" not in full:
                 weights = offloaded.weights

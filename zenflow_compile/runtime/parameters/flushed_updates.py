@@ -16,7 +16,8 @@ from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, 
 from zenflow_compile.runtime.ops import annotated
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, HostState
-from zenflow_compile.runtime.parameters.host_weight import HostWeight, Place
+from zenflow_compile.runtime.parameters.host_values import Place
+from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.shown_gradient import ShownGradient
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
@@ -111,7 +112,7 @@ class FlushedUpdates:
             RuntimeError: the job, or the read, failed, and ``waits``.
         """
         transport, window = self.transport, self.host.flushed[0]
-        if (home := self.weights.home) is not None and home.place is Place.SLICES:
+        if (home := self.weights.home) is not None and home.values.place is Place.SLICES:
             return False  # the next load of the weight brings the update
         job = window.upload.bring(window.job, step=transport.recorder.step)
         if job is not None and (job.error is not None or not (job.is_set or transport.to_device.can_wait_for(job))):
@@ -221,7 +222,7 @@ class FlushedUpdates:
             self._kept = wanted, before
             change = reselect(before, wanted)
             home = self.weights.home
-            uploads = self.host.applied_upload if home is not None and home.place is Place.SLICES else None
+            uploads = self.host.applied_upload if home is not None and home.values.place is Place.SLICES else None
             if self.host.form.split:
                 # The masters that change sides are completed by them. No later window is in flight at a re-selection.
                 assert uploads is None or uploads is self.host.newest_upload
@@ -262,7 +263,7 @@ class FlushedUpdates:
             if window.selection is not None:
                 self._reselect(window, window.selection)
         if (home := self.weights.home) is not None:
-            home.updates_dropped()
+            home.values.updates_dropped()
         self.host.flushed.clear()
         self.wait_for_state()  # for the exchanges that were started above
         return dropped

@@ -384,7 +384,7 @@ class HostState:
         A stream goes on if that job fails, and uses what was there.
         """
         upload.read_by(copy)
-        if job is not None and self.plan.weight_in_file:
+        if job is not None:
             self.reads = [*(each for each in self.reads if not each.succeeded), job]
 
     def next_upload(self) -> UploadBuffer:

@@ -24,9 +24,11 @@ from zenflow_compile.planning.weight_memory import (
     weight_budget,
 )
 from zenflow_compile.runtime.device.device import Device
+from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
-from zenflow_compile.runtime.parameters.host_weight import HostWeight, SliceStates
+from zenflow_compile.runtime.parameters.host_values import HostValues, SliceStates
+from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.moved_weights import SHARED, is_left_on_host, leave_on_host, not_emptied
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.shared_memory import overlapping
@@ -132,13 +134,17 @@ class NewWeights:
         if (plan := self.offloaded.get(index)) is None:
             return
         assert self.arena is not None
-        whole = self.arena.take(plan.shape, plan.dtype) if on_host is None else None
-        weight = self.weights[index] = HostWeight(plan, param, counter, self._transport, whole, self._note)
+        whole, states = None, None
+        if on_host is None:
+            whole = self.arena.take(plan.shape, plan.dtype)
+        else:
+            weights = on_host.weights
+            states = SliceStates(on_host.host, on_host.device, lambda: weights.written_by_others)
+        values = HostValues(plan, self._transport, device_of(param.device), whole, states)
+        weight = self.weights[index] = HostWeight(param, counter, values, self._note)
         self._note(weight.nbytes)
         if on_host is not None:
-            weights = on_host.weights
-            weight.attach(SliceStates(on_host.host, on_host.device, lambda: weights.written_by_others))
-            weights.home = weight
+            on_host.weights.home = weight
         if unloaded:
             weight.served = True
             weight.unload()
@@ -234,7 +240,7 @@ class HostWeights:
         streamed, decided.ring_bytes = divide_budget(budget, decided.shapes, sizes, ring_bytes=ring_bytes)
         decided.kept.update(dict.fromkeys(chosen.keys() - streamed, WITHIN_BUDGET))
         decided.offloaded = {index: each for index, each in chosen.items() if index in streamed}
-        staged = [each.staged_bytes for each in self.weights.values()]
+        staged = [each.values.staged_bytes for each in self.weights.values()]
         staged += [each.upload_bytes if p in hosts else each.weight_bytes for p, each in decided.offloaded.items()]
         largest = max(staged, default=0)
         on_device = [each for p, each in decided.offloaded.items() if p not in hosts]
@@ -279,7 +285,7 @@ class HostWeights:
                 self._bring_in(weight)
                 self.weights.pop(p)
                 self.kept[p] = reason
-                weight.stay()
+                weight.values.discard()
                 self._count(-weight.nbytes)
 
     # Around uses.
@@ -354,7 +360,7 @@ class HostWeights:
     @contextmanager
     def loaded(self, ps: Iterable[int]) -> Iterator[None]:
         """Load weights for an update on the device inside of the block, which writes them."""
-        chosen = [weight for p in ps if (weight := self.weights.get(p)) is not None and weight.offloaded]
+        chosen = [weight for p in ps if (weight := self.weights.get(p)) is not None and weight.values.offloaded]
         for weight in chosen:
             self._bring_in(weight)
         try:
@@ -371,7 +377,7 @@ class HostWeights:
         room = self.ring_bytes
         for p in ps:
             weight = self.weights.get(p)
-            size = weight.nbytes if weight is not None and weight.offloaded else 0
+            size = weight.nbytes if weight is not None and weight.values.offloaded else 0
             if run and size > room:
                 yield run
                 run, room = [], self.ring_bytes
@@ -422,7 +428,7 @@ class HostWeights:
     def _bring_in(self, weight: HostWeight, *, to_write: bool = False) -> None:
         staged = self.prefetch.take(weight.plan.index)
         if staged is not None and (weight.loaded or to_write):
-            weight.drop(staged)
+            staged.drop()
             staged = None
         if weight.loaded:
             if not to_write:
@@ -455,7 +461,7 @@ class HostWeights:
                 self.weights.pop(p).leave_on_host()
             except Exception as error:
                 failure = failure or error
-                self.weights[p].updates_failed()
+                self.weights[p].values.updates_failed(on_device=self.weights[p].loaded)
                 self.keep({p: "the optimizer is closed"})
         if failure is not None:
             raise failure

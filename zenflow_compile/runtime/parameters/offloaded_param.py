@@ -4,7 +4,7 @@
    (``shown_gradient``), and committed to the update window;
 2. ``host_state``: in the window, with the state of the deferred slices;
 3. ``flushed_updates``: flushed, which makes it a job of the host's workers, uploaded, and merged into the weight;
-4. ``weight_sync`` and ``host_weight``: the weight, which other code may write, and where it is.
+4. ``weight_sync``, ``host_weight`` and ``host_values``: the weight, which other code may write, and where it is.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class OffloadedParam:
         self.updates.drop_upload()
         if (home := self.weights.home) is not None:
             home.reads_failed()
-            home.updates_dropped()
+            home.values.updates_dropped()
         self.host.clear_windows()
 
     def list_memory(self, found: MemoryList) -> None:

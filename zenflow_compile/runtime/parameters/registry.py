@@ -182,7 +182,7 @@ class ParamRegistry:
     def weight_of(self, index: int) -> Tensor:
         """The values of parameter ``index``, of its shape, to read: in host memory where the device has none."""
         home = self.weights.weights.get(index)
-        return self.params[index].detach() if home is None or home.is_on_device() else home.values()
+        return self.params[index].detach() if home is None or home.is_on_device() else home.values.read()
 
     @property
     def model_bytes(self) -> int:

@@ -19,7 +19,8 @@ from itertools import islice
 
 from zenflow_compile.planning.weight_memory import GraphLoads
 from zenflow_compile.runtime.nvme.chunk import Chunk
-from zenflow_compile.runtime.parameters.host_weight import HostWeight, Staged
+from zenflow_compile.runtime.parameters.host_values import Staged
+from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.transport import Transport
 
 _READS_AHEAD = 32
@@ -113,11 +114,9 @@ class WeightPrefetch:
             taken = next((i + 1 for i in range(self._next, len(order)) if order[i] == p), self._next)
             left = self._ahead if self._stepped else self._ahead[taken - self._next :]
             self._next, self._ahead = taken, left
-        staged = self._staged.get(p)
-        if staged is None or self._weights[p].is_current(staged):
-            return self._staged.pop(p, None)
-        self._drop(p)
-        return None
+        if p in self._staged and not self._weights[p].values.is_current(self._staged[p]):
+            self._drop(p)
+        return self._staged.pop(p, None)
 
     def drop(self) -> None:
         """Forget all copies, once they have ended."""
@@ -125,7 +124,7 @@ class WeightPrefetch:
             self._drop(p)
 
     def _drop(self, p: int) -> None:
-        self._weights[p].drop(self._staged[p])
+        self._staged[p].drop()
         del self._staged[p]
 
     def go_on(self) -> None:
@@ -142,7 +141,7 @@ class WeightPrefetch:
             if weight is None or p in copied or (weight.loaded and self._is_carried(p)):
                 copied.discard(p)  # a later load reads it again
                 continue
-            if (chunk := weight.chunk) is not None:
+            if (chunk := weight.values.chunk) is not None:
                 yield chunk
 
     def _copy_ahead(self) -> None:
@@ -157,7 +156,8 @@ class WeightPrefetch:
                 continue
             if reads_updates:
                 self._apply_due(p)
-            if weight.has_update_on_its_way or (staged := weight.stage(waits=False)) is None:
+            values = weight.values
+            if values.has_update_on_its_way or (staged := values.stage(waits=False)) is None:
                 return
             self._staged[p], staged.buffer.in_use = staged, True  # see [Note: one assignment] in ``staging_ring``
             free = ring.free  # updates, and other threads, take some, too

@@ -77,7 +77,7 @@ class Weights:
         """``matrix`` to read from; in host memory, and maybe a copy, where the device does not have the weight."""
         if (home := self.home) is None or home.is_on_device():
             return self.matrix
-        return home.values().view(self._param.shape[0], -1)
+        return home.values.read().view(self._param.shape[0], -1)
 
     def of_part(self, part: int) -> Tensor:
         """View the slices that a rank of part ``part`` updates: [slices, length]."""
@@ -169,7 +169,7 @@ class Weights:
         selection = device.selection
         self._shown = None
         if self.home is not None:
-            self.home.detach_from_state()
+            self.home.values.detach_from_state(on_device=self.home.loaded)
         differs = False
         if selection.selected.numel():
             differs = _overwrite(device.master, self.of(selection.selected))
