@@ -52,20 +52,17 @@ class StepRunner:
         with self.calls.step(core.step) as shortest_window:
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = shortest_window
-            return self._run()
-
-    def _run(self) -> bool:
-        present, untaken = self.registry.check_gradients()
-        if not present:
-            return False
-        self.begin_update(untaken)
-        try:
-            self.update_parameters(list(self.offloaded))
-            self.end_update()
-        except BaseException as error:
-            self.core.failure = error
-            raise
-        return True
+            present, untaken = self.registry.check_gradients()
+            if not present:
+                return False
+            self.begin_update(untaken)
+            try:
+                self.update_parameters(list(self.offloaded))
+                self.end_update()
+            except BaseException as error:
+                core.failure = error
+                raise
+            return True
 
     def begin_update(self, untaken: Sequence[OffloadedParam] = ()) -> None:
         """Take all gradients, also ``untaken`` ones from ``.grad``: they are final, and ``check_gradients`` has passed.
@@ -76,11 +73,12 @@ class StepRunner:
         core.used = True
         for call in core.moments.begin_step:
             call()
-        self.compare_samples()
+        if self.registry.unseen_writes.frozen:
+            self.compare_samples()
         if self.registry.transport.may_have_failed:
             for offloaded in self.offloaded.values():
                 offloaded.raise_failures()
-        to_take = dict.fromkeys(self.to_update(untaken))
+        to_take = dict.fromkeys(self.to_update(untaken) if untaken else ())
         for offloaded in self.to_update(self.offloaded.values()):
             if offloaded.weights.written_by_others:
                 offloaded.notice_external_write(core.step)
@@ -211,9 +209,8 @@ class StepRunner:
     # What differs where the optimizer steps at the end of the backward: see ``in_backward``.
 
     def compare_samples(self) -> None:
-        """Notice unseen writes before the step would undo them."""
-        if self.registry.unseen_writes.frozen:
-            self.registry.unseen_writes.compare_unfrozen()
+        """Notice unseen writes to weights that are no longer frozen, before the step would undo them."""
+        self.registry.unseen_writes.compare_unfrozen()
 
     def begin_samples(self) -> None:
         """Take samples of the weights before the step writes them."""
