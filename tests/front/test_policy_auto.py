@@ -20,7 +20,7 @@ from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import shape_of
-from zenflow_compile.planning import file_memory
+from zenflow_compile.planning import cached_state
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.prediction.forecast import Scenario
 from zenflow_compile.prediction.predict import predict
@@ -110,7 +110,7 @@ def test_error_names_missing_host_memory(measured: list[Hardware], tight: Hardwa
 def test_files_are_chosen_if_host_memory_is_short(
     measured: list[Hardware], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_memory, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
+    monkeypatch.setattr(cached_state, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
     host_bytes = needed("zero_offload", "host", deep) - 1
     measured[0] = replace(SLOW_HOST, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
     with pytest.raises(ValueError, match=r"no policy fits.*of host memory; .*give nvme_path"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zenflow_compile.planning.file_memory import (
+from zenflow_compile.planning.cached_state import (
     FILE_WINDOW_BYTES,
     FILES_IN_TURN,
     resident_in_window,

@@ -17,7 +17,7 @@ import torch
 from tests.engine.test_interrupts import every_point
 from tests.support.gated_jobs import HeldJob, gated
 from zenflow_compile.native.library import FAILED
-from zenflow_compile.planning.file_memory import FILE_WINDOW_BYTES
+from zenflow_compile.planning.cached_state import FILE_WINDOW_BYTES
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.errors import refuse_threads

@@ -53,7 +53,7 @@ class Run:
         """Return whether the window was flushed, and the new selection."""
         if self.schedule.adaptive:
             factor = Number.known(unscale)
-            flushed = self.schedule.flushes(self.plan, self.device, step, present=present, unscale=factor)
+            (flushed,) = self.schedule.due([(self.plan, self.device, factor if present else None)], step)
         else:
             flushed = self.schedule.begin_step(step) or step % self.plan.interval == self.plan.phase
         wanted = self.schedule.selection(self.plan, self.device, step) if flushed else None
@@ -295,7 +295,7 @@ def test_late_unscale_is_read_two_steps_later() -> None:
         for each, factor in ((run, unscale), (plain, Number.known(0.5))):
             each.device.norms.copy_(norms_at(step))
             each.schedule.begin_step(step)
-            flushed = each.schedule.flushes(LONGEST, each.device, step, present=True, unscale=factor)
+            (flushed,) = each.schedule.due([(LONGEST, each.device, factor)], step)
             if flushed and each.schedule.selection(LONGEST, each.device, step) is not None:
                 each.device.selected_at = step
             each.schedule.end_step()

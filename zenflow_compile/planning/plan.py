@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from zenflow_compile.planning.cached_state import file_window_bytes, resident_in_window
 from zenflow_compile.planning.dtypes import FLOAT32, TRAINED
-from zenflow_compile.planning.file_memory import file_window_bytes, resident_in_window
 from zenflow_compile.planning.shared_buffers import Lifetime, Packing, pack
 from zenflow_compile.planning.weight_memory import WeightMemory
 

@@ -18,7 +18,7 @@ from operator import attrgetter
 from zenflow_compile.options.options import OPTION_NAMES, Options
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES, Hardware
 from zenflow_compile.performance.memory import MemoryNeeds, activation_bytes
-from zenflow_compile.planning.file_memory import file_window_bytes, resident_in_window
+from zenflow_compile.planning.cached_state import file_window_bytes, resident_in_window
 from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan, Plan
 from zenflow_compile.planning.planners import Kinds, Layout, Side, check_state_forms, lay_out
 from zenflow_compile.planning.weight_memory import RING_BLOCKS, WeightMemory

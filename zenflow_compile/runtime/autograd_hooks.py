@@ -21,7 +21,7 @@ class Accepts(Protocol):
 
 
 class HasBackwards(Protocol):
-    """An engine."""
+    """The stage of an engine that takes gradients."""
 
     def end_backward(self, *, nested: bool) -> None: ...
 
@@ -44,12 +44,12 @@ def listen_to_grad(param: Parameter, p: int, owner: weakref.ref[Accepts]) -> Rem
     return handle
 
 
-def end_callback(engine: weakref.ref[HasBackwards]) -> Callable[[], None]:
+def end_callback(intake: weakref.ref[HasBackwards]) -> Callable[[], None]:
     """Make the callback that autograd calls when the backward in which it was queued is over, unless that raises."""
 
     @torch_private.skipped_by_dynamo
     def ended() -> None:
-        if (me := engine()) is not None:
+        if (me := intake()) is not None:
             me.end_backward(nested=torch_private.inside_backward_node())
 
     return ended

@@ -72,7 +72,7 @@ class Engine:
         self._finished = False  # in close(): all work has ended
         self._module_hooks: list[shard_hooks.Removable] = []
         core.arrange()
-        # Last: from here on graphs, and the handler of forks, find the engine.
+        # Last: from here on the handler of forks, and graphs, find the engine.
         ops.register_engine(self)
 
     def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:

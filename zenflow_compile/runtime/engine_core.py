@@ -34,7 +34,7 @@ _dividing: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 
 class EngineCore:
-    """Owns streams, workers, host memory and update windows of one optimizer.
+    """Owns the registry of an optimizer's parameters, with their memory, lanes and workers, and what steps share.
 
     An engine refers to its stages, and they to their core, which refers to neither: without a cycle, the end of the
     last reference to an optimizer ends its engine.
@@ -44,7 +44,7 @@ class EngineCore:
         groups: the optimizer's ``param_groups``, read at every optimizer step.
         params: all parameters, in the plan's order.
         offloaded, streamed: those that the host updates, and those whose state the device streams, by index.
-        weights: those that are in host memory between their uses.
+        weights: ``HostWeights``, of the parameters whose weights are in host memory between their uses.
         calls: what all ranks do together; of those that divide the parameters it is ``ranks``, too.
         graphs: what the backend rewrote for this engine, for ``explain``.
         features: those of ``FEATURES`` that this engine has.

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.runtime.engine_core import EngineCore
-from zenflow_compile.runtime.gradients.factors import UNSCALED
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
@@ -154,14 +153,13 @@ class StepRunner:
         """Add gradients, if any, to their update windows, and flush those that are due: all while warming up."""
         flushed: list[FlushedWindow] = []
         schedule, step = self.schedule, self.core.step
-        for offloaded, coefficients, eps in members:
-            plan, record = offloaded.plan, offloaded.shown.record
-            if schedule.adaptive:
-                unscale = (UNSCALED if record is None else record.final).unscale
-                due = schedule.flushes(plan, offloaded.device, step, present=record is not None, unscale=unscale)
-            else:
-                due = warming_up or step % plan.interval == plan.phase
-            offloaded.gradient.commit(None if record is None else coefficients)
+        params = [
+            (each.plan, each.device, None if (record := each.shown.record) is None else record.final.unscale)
+            for each, _, _ in members
+        ]
+        for (offloaded, coefficients, eps), due in zip(members, schedule.due(params, step), strict=True):
+            plan = offloaded.plan
+            offloaded.gradient.commit(None if offloaded.shown.record is None else coefficients)
             if not due:
                 continue
             selection = schedule.selection(plan, offloaded.device, step)
@@ -217,7 +215,7 @@ class StepRunner:
         self.registry.unseen_writes.begin_step()
 
     def to_update(self, params: Collection[OffloadedParam]) -> Collection[OffloadedParam]:
-        """Return those of ``params`` whose update has not begun."""
+        """Return those of ``params`` whose update has not begun: all, where no update runs before the step."""
         return params
 
     def end_gradients(self) -> None:

@@ -24,7 +24,7 @@ OPEN_MOMENTS = frozenset({"allocated", "begin_backward", "final", "end_step", "a
 
 
 class EngineParts(Protocol):
-    """What a feature may keep of an engine; the engine itself would stay alive with it."""
+    """What a feature may keep of an engine's core; a reference to the core itself would be a cycle."""
 
     options: Options
     device: torch.device
@@ -44,10 +44,10 @@ class Feature(ABC):
     @classmethod
     @abstractmethod
     def of(cls, engine: EngineParts) -> Self | None:
-        """Make the feature of an engine that is being built; None: it does not have it."""
+        """Make the feature of an engine whose core is being built; None: it does not have it."""
 
     def calls(self) -> FeatureCalls:
-        """What to call at which of ``OPEN_MOMENTS``; asked again when a profiler comes or goes.
+        """What to call at which of ``OPEN_MOMENTS``; asked again when a part comes or goes.
 
         A call must not queue work that changes a gradient, state or weight: features run in any order.
         """

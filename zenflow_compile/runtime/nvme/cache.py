@@ -34,7 +34,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.file_memory import file_window_bytes, resident_in_window, weight_window_bytes
+from zenflow_compile.planning.cached_state import file_window_bytes, resident_in_window, weight_window_bytes
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.device import Device

@@ -69,7 +69,7 @@ class Transport:
         order: of calls on several streams; None where operators are complete when they return.
         exchange: moves state that changes sides.
         files, weight_files: state, and new weights, in files, each with its own memory: see
-            ``planning.file_memory.weight_window_bytes``. None without such.
+            ``planning.cached_state.weight_window_bytes``. None without such.
     """
 
     to_host: CopyLane

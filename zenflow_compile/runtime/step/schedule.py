@@ -154,15 +154,23 @@ class Schedule:
         self._take_values()
         return self.warming_up(step)
 
-    def flushes(self, plan: ParamPlan, device: DeviceState, step: int, *, present: bool, unscale: Number) -> bool:
-        """Whether the parameter's adaptive update window is flushed after step ``step`` (from 0).
+    def due(self, params: Sequence[tuple[ParamPlan, DeviceState, Number | None]], step: int) -> list[bool]:
+        """Return for each parameter whether its update window is flushed after step ``step`` (from 0).
 
-        The parameter may have a gradient in it (``present``), with ``unscale``, one over its loss scale. A window of a
-        fixed length is flushed at the plan's phase, of which ``StepRunner`` does not ask here.
+        A window of a fixed length is flushed at the plan's phase.
+
+        Args:
+            params: with one over the loss scale of the parameter's gradient; None: it has no gradient in this step.
         """
-        self._take_values()
         if self.warming_up(step):
-            return True
+            return [True] * len(params)
+        if self.adaptive:
+            self._take_values()
+            return [self._ends(plan, device, unscale) for plan, device, unscale in params]
+        return [step % plan.interval == plan.phase for plan, _, _ in params]
+
+    def _ends(self, plan: ParamPlan, device: DeviceState, unscale: Number | None) -> bool:
+        """Return whether an adaptive update window ends; else have its norms read, if it has a gradient."""
         window = self.window(plan.index)
         window.steps += 1
         if window.latest is not None:
@@ -175,7 +183,7 @@ class Schedule:
         if grown or window.steps >= plan.interval:
             self._windows[plan.index] = AdaptiveWindow()
             return True
-        if present and device.selects:
+        if unscale is not None and device.selects:
             self._joined[plan.index] = _Joined(plan, unscale, window)
             selected, total = (self._readback.cell(plan.index, column) for column in (_SELECTED, _TOTAL))
             device.selected_norm(out=selected)
