@@ -329,7 +329,7 @@ def test_interrupted_wait_keeps_accesses_refused(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ThreadTicket, "done", lambda ticket: False)
+        patch.setattr(ThreadTicket, "completed", property(lambda ticket: False, lambda ticket, value: None))
         patch.setattr(Transport, "wait_on_device", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trained.call(batch(3))
