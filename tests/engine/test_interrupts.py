@@ -179,7 +179,7 @@ def test_interrupt_between_the_sides_stops_training() -> None:
 
 ENDING = {
     "end_backward", "_backward_ended", "begin_update", "check_gradients", "take_from_grad", "clip_gradients",
-    "_total_norm", "end_update", "zero_grad", "discard", "drop", "show_consumed",
+    "end_update", "end_gradients", "zero_grad", "discard", "drop", "show_consumed", "after_backward",
 }  # fmt: skip
 
 
@@ -303,7 +303,8 @@ TAKING = {
     "begin_backward", "offload_gradients", "_takes", "returned_gradients", "accumulate_grad", "accept_grad",
     "end_backward", "receive", "_receive_more", "_matrix", "accumulates_all", "_add", "split", "norms_and_split",
     "rebuild", "release", "forget_factors", "of", "copy_to_host", "_send", "look", "drop", "discard", "give_up",
-    "dropped", "make_dense", "take_from_grad", "finish_factors", "read",
+    "dropped", "make_dense", "take_from_grad", "finish_factors", "read", "all_accumulate", "accept_on_device",
+    "takes_out_of_grad", "refuse_hooks",
 }  # fmt: skip
 
 
@@ -507,7 +508,7 @@ def test_step_after_interrupted_edit_uses_gradient(edit: Callable[[torch.Tensor]
 BEGINNING = {
     "begin_update", "check_gradients", "check_gradient", "take_from_grad", "look", "split",
     "norms_and_split", "copy_to_host", "_send", "finish_factors", "raise_failures", "copied",
-    "_matrix", "written_by_others", "matches",
+    "_matrix", "written_by_others", "matches", "to_update", "compare_samples", "begin_samples",
 }  # fmt: skip
 
 
@@ -570,7 +571,7 @@ CLOSE = {
     "close", "_finish", "finish", "_withdraw", "withdraw", "by_deadline", "flush", "flush_window", "submit",
     "_release_gradients", "release_gradients", "release_gradient", "values_at_close", "drop",
     "stop_threads", "free", "_close_files", "remove", "unregister_engine", "prepare", "used_by", *FILES,
-    "_send_pending", "end_window", "take_mean", "sent", "_send", "commit",
+    "_send_block", "end_window", "take_mean", "sent", "_send", "commit",
 }  # fmt: skip
 
 

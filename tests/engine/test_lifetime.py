@@ -210,7 +210,7 @@ def test_lane_may_collect_the_optimizer() -> None:
     for thread in threading.enumerate():
         if thread.name == "zenflow-close":
             thread.join(20)
-    assert engine.closed
+    assert engine.core.closed
     assert threads_of_ours() == []
 
 

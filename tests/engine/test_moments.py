@@ -47,8 +47,8 @@ def test_profiler_comes_and_goes() -> None:
 
 def test_gradients_prefetch_streamed_state() -> None:
     optimizer, engine = engine_of(policy="deep_optimizer_states", update_stride=1)
-    assert engine.streamed.params
-    assert engine.core.moments.gradients == (engine.streamed.prefetch,)
+    assert engine.core.streamed.params
+    assert engine.core.moments.gradients == (engine.core.streamed.prefetch,)
     optimizer.close()
 
 

@@ -329,7 +329,8 @@ def test_interrupted_wait_keeps_accesses_refused(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ThreadTicket, "completed", property(lambda ticket: False, lambda ticket, value: None))
+        never = property(lambda ticket: False, vars(ThreadTicket)["completed"].__set__)
+        patch.setattr(ThreadTicket, "completed", never)
         patch.setattr(Transport, "wait_on_device", interrupted)
         with pytest.raises(KeyboardInterrupt):
             trained.call(batch(3))

@@ -299,7 +299,7 @@ def test_late_copies_keep_their_memory(make: Make, monkeypatch: pytest.MonkeyPat
 
 MOVING = FILES | {
     "prepare", "prepare_fresh", "used_by", "bring", "read_by", "forget", "acquire", "stage", "copied_by", "load",
-    "_start_copies", "_copy_ahead", "flush_window", "_apply_in_host_memory",
+    "_copy_ahead", "flush_window", "_apply_in_host_memory",
 }  # fmt: skip
 
 

@@ -255,7 +255,7 @@ def closing(call: Call) -> Iterator[None]:
             optimizer = zenflow_compile.optimizer_of(call)
         except ValueError:  # refused before it was made
             optimizer = None
-        if optimizer is not None and not optimizer.engine.closed:
+        if optimizer is not None and not optimizer.engine.core.closed:
             optimizer.__exit__(RuntimeError, None, None)
 
 

@@ -48,8 +48,12 @@ class FakeEngine:
     failure: Exception | None = None
 
     def __post_init__(self, model_bytes):
-        self.access, self.registry = self, SimpleNamespace(model_bytes=model_bytes)
+        self.registry = SimpleNamespace(model_bytes=model_bytes)
         ops.register_engine(self)
+
+    @property
+    def access(self):
+        return self
 
     def synchronize(self):
         self.synchronized += 1

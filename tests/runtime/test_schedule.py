@@ -51,11 +51,9 @@ class Run:
 
     def step(self, step: int, *, present: bool = True, unscale: float = 1.0) -> tuple[bool, Tensor | None]:
         """Return whether the window was flushed, and the new selection."""
-        if self.schedule.adaptive:
-            factor = Number.known(unscale)
-            (flushed,) = self.schedule.due([(self.plan, self.device, factor if present else None)], step)
-        else:
-            flushed = self.schedule.begin_step(step) or step % self.plan.interval == self.plan.phase
+        self.schedule.begin_step(step)
+        factor = Number.known(unscale) if present else None
+        (flushed,) = self.schedule.due([(self.plan, self.device, factor)], step)
         wanted = self.schedule.selection(self.plan, self.device, step) if flushed else None
         slices = None if wanted is None else wanted.slices
         if wanted is not None and slices is not None:

@@ -135,7 +135,7 @@ class SimulatedProcess:
         return process.exitcode
 
     def _diagnose(self, what: signal.Signals) -> str:
-        """The device's queues, and all stacks of the child, whatever its threads hold."""
+        """The device's queues, and all stacks of the child if asked, whatever its threads hold."""
         assert self._process is not None
         assert self._process.pid is not None
         (self._folder / "dump").unlink(missing_ok=True)

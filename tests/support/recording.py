@@ -42,7 +42,6 @@ class RecordingEngine:
     ) -> None:
         named = [(name, param) for name, param in named if param.requires_grad]
         self.id = next(_ids)
-        self.core = self.intake = self.steps = self.access = self.registry = self
         self.worker_cores: tuple[int, ...] = ()
         self.in_backward = finalizes_in_backward
         self.finalizes_in_backward = finalizes_in_backward
@@ -68,6 +67,13 @@ class RecordingEngine:
         ops.register_engine(self)
 
     outdated = False
+
+    @property
+    def core(self) -> RecordingEngine:
+        """This engine is its own stages, too."""
+        return self
+
+    intake = steps = access = registry = core
 
     @property
     def optimizer(self) -> RecordingEngine:

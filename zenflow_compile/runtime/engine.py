@@ -60,9 +60,9 @@ class Engine:
         self.core = core = EngineCore(
             own, groups, options, device, in_backward=in_backward, ranks=ranks, sharded=sharded
         )
-        self.id, self.groups, self.options, self.device = core.id, groups, options, device
+        self.id, self.options, self.device = core.id, options, device
         self.registry, self.params, self.offloaded = core.registry, core.params, core.offloaded
-        self.streamed, self.weights, self.device_memory = core.streamed, core.weights, core.device_memory
+        self.weights, self.device_memory = core.weights, core.device_memory
         self.uploads, self.schedule, self.recorder = core.uploads, core.schedule, core.recorder
         self.calls, self.ranks, self.backward, self.graphs = core.calls, core.ranks, core.backward, core.graphs
         self.access = WeightAccess(core)
@@ -72,7 +72,8 @@ class Engine:
         self._finished = False  # in close(): all work has ended
         self._module_hooks: list[shard_hooks.Removable] = []
         core.arrange()
-        # Last: from here on the handler of forks, and graphs, find the engine.
+        # Last: from here on the handler of forks, graphs and other engines find the engine.
+        core.register()
         ops.register_engine(self)
 
     def attach(self, claim: Claim, on_backward_end: Callable[[Any], None]) -> None:
@@ -88,7 +89,7 @@ class Engine:
 
     @property
     def outdated(self) -> bool:
-        """Whether the model was changed and nothing depends on this engine yet, so that another one may replace it."""
+        """Return whether another engine may replace this one: the model was changed, and nothing depends on it yet."""
         return not self.core.used and self.timeline is None and any(map(self.registry.changed, range(len(self.params))))
 
     # Parameters, and what others ask about them.
@@ -124,10 +125,6 @@ class Engine:
     def step(self) -> int:
         """Number of optimizer steps so far."""
         return self.core.step
-
-    @property
-    def closed(self) -> bool:
-        return self.core.closed
 
     @property
     def unapplied(self) -> list[int]:
@@ -188,8 +185,9 @@ class Engine:
         self.core.holders.check_models(self.registry.plan.params, models)
 
     def check_parameters(self) -> None:
-        """``check_unchanged``, and ``check_models`` of the modules that hold the parameters directly: cheap enough for
-        every step.
+        """Check the parameters, and the modules that hold them directly: cheap enough for every step.
+
+        Raises as ``ParamRegistry.check_unchanged`` and ``check_models`` do.
         """
         self.registry.check_unchanged()
         self.core.holders.check(self.registry.plan.params)
@@ -202,9 +200,9 @@ class Engine:
 
         The last one of ``total_steps`` flushes.
 
-        Raises: see ``StepRunner.run``.
+        Raises: see ``StepRunner.run_step``.
         """
-        ran = self.steps.run()
+        ran = self.steps.run_step()
         if ran and self.core.step == self.options.total_steps:
             self.flush()
         return ran
@@ -231,7 +229,7 @@ class Engine:
             self.schedule.restart_windows()
             with self.calls.ending(Call.FLUSH, core.step) as written:
                 self.uploads.finish(core.step, flush=True, written=written)
-            self.streamed.wait()
+            core.streamed.wait()
         except errors.LostUpdateError:
             raise
         except BaseException as error:
@@ -337,6 +335,7 @@ class Engine:
                 with suppress(Exception):  # threads and files must not stay for an error that has passed
                     part()
         ops.unregister_engine(self.id)
+        core.unregister()
         self.calls.end()
         if core.claim is not None:
             self.calls.close()
@@ -365,7 +364,7 @@ class Engine:
                     for offloaded in self.offloaded.values():
                         with suppress(Exception):  # of a failed job
                             offloaded.host.wait()
-                self.streamed.wait()
+                core.streamed.wait()
             # Not on an interrupt: the next ``close`` has to finish the work.
             except Exception:
                 self._finished = True

@@ -30,7 +30,7 @@ from zenflow_compile.torch_internals import torch_private
 
 _ids = itertools.count()
 _dividing: weakref.WeakSet[EngineCore] = weakref.WeakSet()
-"""The cores whose parameters are divided among ranks."""
+"""The cores of live engines whose parameters are divided among ranks."""
 
 
 class EngineCore:
@@ -41,7 +41,6 @@ class EngineCore:
 
     Attributes:
         id: by which graph nodes name the engine.
-        groups: the optimizer's ``param_groups``, read at every optimizer step.
         params: all parameters, in the plan's order.
         offloaded, streamed: those that the host updates, and those whose state the device streams, by index.
         weights: ``HostWeights``, of the parameters whose weights are in host memory between their uses.
@@ -73,7 +72,6 @@ class EngineCore:
     ) -> None:
         self.id = next(_ids)
         self.moments: Moments
-        self.groups = groups
         self.options = options
         self.in_backward = in_backward
         self.device = device
@@ -102,7 +100,6 @@ class EngineCore:
             self.calls = ShardCalls(ranks, self.registry, self.recorder)
         elif ranks is not None:
             self.calls = self.ranks = RankCalls(ranks, self.registry, device, options, self.recorder)
-            _dividing.add(self)
         self.stale = StaleGradients(self.registry)
         self.holders = Holders(self.registry.given)
         self.schedule = Schedule(options, device, self.recorder, ranks)
@@ -124,13 +121,14 @@ class EngineCore:
 
     @property
     def finalizes_in_backward(self) -> bool:
-        """Whether updates may run inside of a backward.
+        """Return whether updates may run inside of a backward.
 
         Not with clipping, whose norm needs all gradients, nor where ranks divide updates and may lack contributions.
         """
         return self.in_backward and self.options.max_grad_norm is None and not self.calls.divides
 
     def use_memory(self) -> None:
+        """Have the device's memory there, which ``offload_all`` may have given back."""
         if self.device_memory.given_back:
             self.bring_back()
 
@@ -166,6 +164,7 @@ class EngineCore:
 
     @property
     def splits_now(self) -> bool:
+        """Return whether this backward is the last one of a step, so that its gradients are split and copied."""
         declared = self.options.gradient_accumulation_steps
         return declared is None or self.backward.count == declared - 1
 
@@ -236,6 +235,15 @@ class EngineCore:
                 abandon=features("abandon"),
                 close=features("close"),
             )
+
+    def register(self) -> None:
+        """Let the ends of backwards, which ranks make in one order, find this core, which is complete."""
+        if self.ranks is not None:
+            _dividing.add(self)
+
+    def unregister(self) -> None:
+        """Undo ``register``."""
+        _dividing.discard(self)
 
     def follow(self) -> None:
         """Order the work that is queued next after what the engine's memory is used for."""

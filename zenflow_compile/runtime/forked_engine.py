@@ -15,20 +15,29 @@ from zenflow_compile.runtime import errors, ops
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.engine_core import EngineCore
 from zenflow_compile.runtime.gradient_intake import GradientIntake
+from zenflow_compile.runtime.in_backward import InBackwardIntake
 from zenflow_compile.runtime.weight_access import WeightAccess
 
 
 class ForkedCore(EngineCore):
+    """Refuses what an engine does for training."""
+
     def check(self) -> NoReturn:
         errors.refuse_in_child()
 
 
 class ForkedIntake(GradientIntake):
+    """Refuses gradients."""
+
     def begin_backward(self, arrived: int | None = None) -> NoReturn:
         errors.refuse_in_child()
 
     def accept_grad(self, p: int) -> NoReturn:
         errors.refuse_in_child()
+
+
+class ForkedInBackwardIntake(ForkedIntake, InBackwardIntake):
+    """The same where the optimizer steps in the backward."""
 
 
 class ForkedAccess(WeightAccess):
@@ -95,7 +104,8 @@ def _enter_child() -> None:
             # Hazard: methods that were bound before keep their old class, so nothing may keep a bound method of these.
             engine.__class__ = ForkedEngine
             engine.core.__class__ = ForkedCore
-            engine.intake.__class__ = ForkedIntake
+            in_backward = isinstance(engine.intake, InBackwardIntake)
+            engine.intake.__class__ = ForkedInBackwardIntake if in_backward else ForkedIntake
             engine.access.__class__ = ForkedAccess
             engine.registry.memory.enter_child()
 

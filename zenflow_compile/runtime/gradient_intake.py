@@ -92,7 +92,7 @@ class GradientIntake:
                 contribute(offloaded, grad, send=split_now)
 
     def _takes(self, offloaded: OffloadedParam, grad: Tensor) -> bool:
-        """Whether the engine takes a gradient of a graph.
+        """Return whether the engine takes a gradient of a graph.
 
         It does not where autograd was not asked for the gradient, and where hooks, a tensor of the user's in ``.grad``,
         or the caller of ``torch.autograd.grad`` must have it: then the compiled backward returns a copy to autograd.
@@ -217,7 +217,7 @@ class GradientIntake:
         self.calls.refuse_nested_backward()
 
     def after_backward(self) -> None:
-        """Do what follows a backward that has brought gradients."""
+        """Take note that a backward has brought gradients, and is over: nothing to do where ``step()`` follows."""
 
     def all_accumulate(self, chosen: Sequence[OffloadedParam]) -> bool:
         """Return whether autograd accumulates the gradients of all of ``chosen``, so that few questions remain."""
@@ -235,7 +235,7 @@ class GradientIntake:
 
 
 def _is_only_in_grad(param: Parameter) -> bool:
-    """Whether the gradient that has reached ``.grad`` is autograd's, and code of the user's does not refer to it."""
+    """Return whether the gradient in ``.grad`` is autograd's, and code of the user's does not refer to it."""
     if isinstance(param, LocalShard):  # FSDP2 made the tensor, and refers to it until its hooks have run
         return not torch_private.adds_to_sharded_grad()
     return torch_private.only_parameter_holds_grad(param)

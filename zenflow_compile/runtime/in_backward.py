@@ -81,8 +81,8 @@ class InBackwardIntake(GradientIntake):
         return True
 
     def accept_on_device(self, p: int, param: Parameter) -> None:
+        self.stale.note(p)  # first: an interrupt leaves no gradient in ``.grad`` that the next backward adds to
         super().accept_on_device(p, param)
-        self.stale.note(p)
 
     def discard(self) -> None:
         """Forget gradients that no update has used. A backward that failed stays known."""

@@ -30,7 +30,7 @@ class StepRunner:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any parameter has a gradient for the optimizer step.
+        """Return whether any parameter has a gradient for the optimizer step.
 
         Raises:
             RuntimeError: the engine is closed, or failed: a step without gradients must not hide that.
@@ -39,7 +39,7 @@ class StepRunner:
         self.core.check()
         return self.registry.check_gradients()[0]
 
-    def run(self) -> bool:
+    def run_step(self) -> bool:
         """Run one optimizer step on all gradients. Returns False without any; nothing has been changed then.
 
         Raises: see ``has_gradients`` and ``begin_update``; after any other error no step runs until a state is loaded.
@@ -135,6 +135,7 @@ class StepRunner:
             raise
 
     def taking_part(self, ps: Sequence[int]) -> list[Member]:
+        """Return those of ``ps`` that the step updates, with their coefficients."""
         chosen = [self.offloaded[p] for p in ps]
         # A missing gradient takes part, too: update windows flush by the step's number.
         chosen = [

@@ -51,7 +51,7 @@ class WeightAccess:
                 uploads.before_use(offloaded, step)
 
     def begin_weights(self, graph: int) -> None:
-        """A graph that loads weights begins: start the copies of those that it loads first."""
+        """Start the copies of the weights that ``graph``, which begins, loads first."""
         core = self.core
         if core.closing or core.failure is not None:
             return

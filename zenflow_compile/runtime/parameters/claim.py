@@ -101,7 +101,7 @@ class Claim:
         return position is not None and self.params[position] is param
 
     def accept_grad(self, p: int) -> None:
-        """Pass on that a gradient of parameter ``p`` has reached ``.grad``. Raises: see ``GradientIntake.accept_grad``."""
+        """Pass on that a gradient of ``p`` has reached ``.grad``. Raises as ``GradientIntake.accept_grad``."""
         if (optimizer := self._optimizer()) is None:
             return  # it was collected, and its engine may still be closing in another thread
         engine = None if self.serving is None else self.serving()

@@ -7,6 +7,8 @@ from then on this parameter accumulates on the device and is split only when its
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -32,9 +34,11 @@ class GradientParts:
         staged: split, and its copy has not started.
         copy: index of a gradient buffer, and the copy into it.
         accumulated: the contributions so far, [rows, columns]; None: no gradient was summed up yet.
+        pending: deferred slices stay on the device until the gradient is final.
         window_sum, residual: of gradients that stay on the device for their update window, see ``PendingParts``.
     """
 
+    pending: ClassVar[bool] = False
     window_sum: WindowSum | None = None
     residual: Residual | None = None
 
@@ -126,8 +130,6 @@ class GradientParts:
             index, ticket = self.copy
             self.host.open.append(GradientBuffer(index, coefficients, ticket))
             self.copy = None
-        if self.staged is not None or self.copy is not None:
-            self.release()
 
     def end_window(self) -> None:
         """Send what the update window, which is flushed, has not sent."""
@@ -137,12 +139,12 @@ class GradientParts:
         return 0
 
     def slices_changed(self, before: Tensor, now: Tensor) -> None:
-        """Other slices are deferred ``now`` than ``before``: i32[deferred], indices on the device."""
+        """Follow a re-selection; ``before`` and ``now``: i32[deferred], the deferred slices, on the device."""
 
     # The whole gradient.
 
     def sum(self) -> Tensor:
-        """The contributions so far, or memory for them."""
+        """Return the contributions so far, or memory for them."""
         if self.accumulated is None:
             plan = self.plan
             shape = (plan.slices, plan.length) if plan.dim == 0 else (plan.length, plan.slices)
@@ -157,6 +159,7 @@ class GradientParts:
         self.release()
 
     def assemble(self, target: Tensor, record: GradientRecord) -> None:
+        """Write the values of a split gradient, without factors, into ``target`` [rows, columns]."""
         if self.copy is not None:
             index, ticket = self.copy
             # The lane writes the buffer, and nothing else orders that before the read below.

@@ -92,7 +92,7 @@ class HostValues:
         whole: the values where they are whole. A parameter without host state begins with memory for them, of its shape
             and dtype, which lanes can copy.
         place: of the values that count.
-        steady_place: of those that lanes can copy: the values are there in a steady step.
+        steady_place: where the values are in a steady step, of the places that lanes can copy.
         stored: writes to the values by other than jobs.
         written_back: the last copy into ``whole``.
         staged_bytes: of one load in the upload ring.
@@ -321,7 +321,7 @@ class HostValues:
     # Other places.
 
     def move_to(self, place: Place) -> None:
-        """The values are in another place. An upload buffer in a file drops what it has, and whether that is lost."""
+        """Note that the values are in ``place`` now. An upload buffer in a file drops its values, lost or not."""
         if self.place is Place.SLICES:
             host = self._sides.host
             upload, host.applied_upload = host.applied_upload, None
@@ -340,12 +340,12 @@ class HostValues:
         self._lost = error
 
     def updates_dropped(self) -> None:
-        """Updates on their way are dropped. One that is written over the weight becomes the weight."""
+        """Forget updates on their way. One that is written over the weight becomes the weight."""
         if self.has_update_on_its_way:
             self._sides.host.note_applied(self._sides.host.flushed[0])  # no later one has its buffer
 
     def updates_failed(self, *, on_device: bool) -> None:
-        """A job has failed, or its update was never applied: have what is in the upload buffer, as far as it got.
+        """Take over what a failed job, or one whose update was not applied, has left in the upload buffer.
 
         Values that a file has lost are NaN from then on. ``on_device``: the device has the values, too.
         """

@@ -300,7 +300,7 @@ class HostWeight:
             self.values.overwrite(values)
 
     def reads_failed(self) -> None:
-        """The device may have used what was in memory instead of what a file should have brought there."""
+        """Note that the device may have used what was in memory instead of what a file should have brought there."""
         if (error := self.values.read_error) is not None:
             self.values.lose(error)
             if self.loaded:

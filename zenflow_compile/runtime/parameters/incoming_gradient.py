@@ -115,7 +115,7 @@ class IncomingGradient:
 
     @property
     def local_was_dropped(self) -> bool:
-        """Whether contributions of this rank were cleared or replaced in ``.grad`` before they were sent.
+        """Return whether contributions of this rank were cleared or replaced in ``.grad`` before they were sent.
 
         With the optimizer in backward ``.grad`` shows none.
         """
@@ -227,7 +227,7 @@ class IncomingGradient:
 
     @property
     def copied(self) -> bool:
-        """Whether the gradient in ``.grad`` was split and copied in the backward: the usual case at a step."""
+        """Return whether the gradient in ``.grad`` was split and copied in the backward: the usual case at a step."""
         record, grad = self.shown.record, self.param.grad
         # The state counts, too: an interrupt may have left the parts of a gradient that became dense or zero.
         parts = record is not None and record.state is _PARTS and self.parts.copy is not None
@@ -237,12 +237,15 @@ class IncomingGradient:
 
     def commit(self, coefficients: StepCoefficients | None) -> None:
         """Add the final gradient to the update window; None: this step has none of this parameter."""
-        self.parts.commit(coefficients)
+        parts = self.parts
+        parts.commit(coefficients)
         if (record := self.shown.record) is not None:
             record.state = GradientState.CONSUMED
         if self.arrival is not Arrival.IN_PIECES:
             whole = record is not None and record.contributions == 1 and not self.through_autograd
             self.arrival = Arrival.WHOLE if whole else Arrival.UNKNOWN
+        if parts.pending or parts.staged is not None or parts.copy is not None:
+            parts.release()
 
     # Failures, and memory.
 

@@ -22,6 +22,8 @@ from zenflow_compile.runtime.parameters.transport import Transport
 class PendingParts(GradientParts):
     """Parts that are copied when the gradient is final, or when its update window is flushed."""
 
+    pending = True
+
     def __init__(
         self,
         plan: ParamPlan,
@@ -50,7 +52,6 @@ class PendingParts(GradientParts):
         if coefficients is not None and self._pending.gradient is not None:
             self._send_block(self._pending.finalize(coefficients))
         super().commit(coefficients)
-        self.release()
 
     def _send_block(self, outgoing: Outgoing | None) -> None:
         """Copy a sum or a compressed gradient into a buffer of the update window, for every gradient in it."""

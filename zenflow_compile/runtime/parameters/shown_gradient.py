@@ -60,7 +60,7 @@ class ShownGradient(GradientSource):
         return grad
 
     def check_gradient(self) -> bool:
-        """Whether there is a gradient for the optimizer step, or one that a step inside of the backward has consumed.
+        """Return whether there is a gradient for the step, or one that a step inside of the backward has consumed.
 
         Raises TypeError for a sparse gradient, RuntimeError for one in ``.grad`` that no optimizer step can use.
         """
@@ -83,8 +83,9 @@ class ShownGradient(GradientSource):
 
     @property
     def leaves_to_autograd(self) -> bool:
-        """Whether autograd must see the next gradient itself: for hooks, or to add it to a tensor in ``.grad`` that is
-        not the engine's.
+        """Return whether autograd must see the next gradient itself.
+
+        So it must for hooks, and to add it to a tensor in ``.grad`` that is not the engine's.
         """
         if self.param._backward_hooks:
             return True
@@ -94,7 +95,7 @@ class ShownGradient(GradientSource):
         return self.look() is None and not self.zeroed(grad)
 
     def takes_more(self, record: GradientRecord) -> bool:
-        """Whether the engine itself adds a gradient of autograd's to the gradient ``record``."""
+        """Return whether the engine itself adds a gradient of autograd's to the gradient ``record``."""
         if record.state is GradientState.IN_BACKWARD:
             return True
         grad = self.param.grad
@@ -103,6 +104,7 @@ class ShownGradient(GradientSource):
         return record is self.look() or self.zeroed(grad)
 
     def zeroed(self, grad: Tensor) -> bool:
+        """Return whether ``grad`` is a gradient of the engine's that was zeroed."""
         if not isinstance(grad, OffloadedGradient):
             return False
         return grad._record.state is GradientState.ZERO and grad._record.belongs_to(self)
