@@ -108,7 +108,7 @@ def test_model_changed_after_its_state_was_read(change: str, inner: str | None, 
     first = optimizer.engine
     CHANGES[change](model)
     weights = train(model, optimizer, inner=inner)
-    assert first.closed
+    assert first.core.closed
     assert optimizer.engine.step == STEPS
     optimizer.close()
     expected_model = model_of()
