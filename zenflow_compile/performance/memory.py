@@ -100,7 +100,7 @@ def _gradients(plan: Plan, devices: int) -> int:
         return plan.model_bytes + largest
 
     def kept(param: ParamPlan) -> int:
-        split = param.k + (param.deferred if param.keeps_gradient else 0)
+        split = param.k + (param.deferred if param.has_pending_gradient else 0)
         elements = split * param.length if param.offloaded else param.numel
         return elements * param.dtype.itemsize
 
@@ -113,7 +113,9 @@ def _device_buffers(plan: Plan) -> int:
     Pending gradients use no ring.
     """
     offloaded = [param for param in plan.params if param.offloaded and param.deferred]
-    gradients = GRADIENT_RING * max((param.upload_bytes for param in offloaded if not param.keeps_gradient), default=0)
+    gradients = GRADIENT_RING * max(
+        (param.upload_bytes for param in offloaded if not param.has_pending_gradient), default=0
+    )
     uploads = UPLOAD_RING * largest_staged_bytes(plan)
     streamed = plan.subgroup_bytes
     return gradients + uploads + min(STREAM_BUFFERS, len(streamed)) * max(streamed, default=0)

@@ -314,7 +314,7 @@ class ParamPlan:
         return GradientBuffers(self)
 
     @property
-    def keeps_gradient(self) -> bool:
+    def has_pending_gradient(self) -> bool:
         """Whether the deferred gradient is pending until it is final, because it is summed or compressed first."""
         return self.deferred > 0 and (self.summed or self.compressed)
 

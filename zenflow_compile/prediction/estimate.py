@@ -411,7 +411,7 @@ def _work_of(param: ParamPlan, *, loads: bool, in_turn: bool) -> _Work:
         weights=size,
         offloaded=size,
         own=own * param.dtype.itemsize,
-        down=0 if param.keeps_gradient else param.gradient_buffers.nbytes,
+        down=0 if param.has_pending_gradient else param.gradient_buffers.nbytes,
         pending=param.gradient_buffers.nbytes * (param.compressed + param.summed * flushed),
         host=param.update_bytes(param.interval) * flushed,
         upload=0 if loads else param.upload_bytes * flushed,

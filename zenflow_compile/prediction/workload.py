@@ -344,7 +344,7 @@ def _parts(
         Part(
             blocking=blocking,
             staleness=staleness,
-            down=sum(param.gradient_buffers.nbytes // devices for param in group if not param.keeps_gradient),
+            down=sum(param.gradient_buffers.nbytes // devices for param in group if not param.has_pending_gradient),
             pending=tuple(_pending_bytes(group, step, devices) for step in steps),
             flushes=tuple(_flushed(plan, group, in_turn, step, devices) for step in steps),
         )

@@ -89,7 +89,7 @@ def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
             fields[f"window{place}"] = Field(shape, torch.int8 if plan.compressed else plan.dtype)
             if plan.compressed:
                 fields[f"scale{place}"] = Field(per_slice, torch.float32)
-    if plan.keeps_gradient and plan.compressed:
+    if plan.has_pending_gradient and plan.compressed:
         fields["residual"] = Field(shape, torch.float32 if plan.dtype == torch.float32 else torch.bfloat16)
     if plan.offloaded and plan.deferred and plan.staleness:
         fields["visible_at"] = Field((plan.staleness,), torch.int64)

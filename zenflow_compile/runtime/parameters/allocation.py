@@ -185,7 +185,7 @@ class EngineMemory:
         staged = [param for param in plan.params if param.offloaded]
         self.transport.up_ring.fit(max((param.upload_bytes for param in staged), default=0))
         # A pending gradient is not copied through the ring.
-        copied = [param.upload_bytes for param in staged if not param.keeps_gradient]
+        copied = [param.upload_bytes for param in staged if not param.has_pending_gradient]
         self.transport.down_ring.fit(max(copied, default=0))
         self.transport.exchange.fit(plan.exchange_buffer_bytes)
         self.streamed.fit(subgroups)

@@ -11,9 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.devices import device_of
@@ -42,10 +40,8 @@ class GradientParts:
     window_sum: WindowSum | None = None
     residual: Residual | None = None
 
-    def __init__(
-        self, plan: ParamPlan, param: Parameter, host: HostState, device: DeviceState, transport: Transport
-    ) -> None:
-        self.plan = plan
+    def __init__(self, host: HostState, device: DeviceState, transport: Transport, on: torch.device) -> None:
+        self.plan = plan = host.plan
         self.host = host
         self.device = device
         self.transport = transport
@@ -53,7 +49,7 @@ class GradientParts:
         # Each of the two is the only record of its stage: see [Note: one assignment] in ``staging_ring``.
         self.staged: StagingBuffer | None = None
         self.copy: tuple[int, Ticket] | None = None
-        self._on = param.device
+        self._on = on
         self._block = (plan.deferred, plan.length), plan.dtype  # shape and dtype of a gradient's deferred slices
 
     # Split.
@@ -168,10 +164,10 @@ class GradientParts:
         elif self.staged is not None:
             deferred_in = self.staged.tensor
         else:
-            deferred_in = self._kept_deferred(record)
+            deferred_in = self._deferred_on_device(record)
         column_ops.unsplit_columns(target, self.plan.dim, self.device.selection, self.device.gradient, deferred_in)
 
-    def _kept_deferred(self, record: GradientRecord) -> Tensor:
+    def _deferred_on_device(self, record: GradientRecord) -> Tensor:
         """The deferred slices where no copy of them is made: those that are kept, or none if none are deferred."""
         if self.plan.deferred:
             record.refuse("read")

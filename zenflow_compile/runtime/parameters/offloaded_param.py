@@ -64,8 +64,8 @@ class OffloadedParam:
         self.device = device
         self.transport = transport
         self.weights = Weights(plan, param, counter)
-        given = plan, param, host, device, transport
-        self.parts = PendingParts(*given, gradients.scales) if plan.keeps_gradient else GradientParts(*given)
+        given = host, device, transport, param.device
+        self.parts = PendingParts(*given, gradients.scales) if plan.has_pending_gradient else GradientParts(*given)
         self.shown = ShownGradient(plan, param, gradients, self.parts)
         self.gradient = IncomingGradient(self.shown, self.parts)
         self.updates = FlushedUpdates(host, device, self.weights, self.shown, transport)

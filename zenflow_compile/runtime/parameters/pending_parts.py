@@ -5,10 +5,9 @@ See ``gradients/pending_gradient.py`` for the sums, the compression and their me
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
@@ -25,24 +24,18 @@ class PendingParts(GradientParts):
     pending = True
 
     def __init__(
-        self,
-        plan: ParamPlan,
-        param: Parameter,
-        host: HostState,
-        device: DeviceState,
-        transport: Transport,
-        scales: Scales,
+        self, host: HostState, device: DeviceState, transport: Transport, on: torch.device, scales: Scales
     ) -> None:
-        super().__init__(plan, param, host, device, transport)
-        self._pending = PendingGradient(plan, param.device, scales)
+        super().__init__(host, device, transport, on)
+        self._pending = PendingGradient(self.plan, on, scales)
         self.window_sum, self.residual = self._pending.window_sum, self._pending.residual
 
     def _room_for_deferred(self) -> Tensor:
         with self.transport.recorder.stall(self._pending.busy, param=self.plan.name):
             return self._pending.new_gradient()
 
-    def _kept_deferred(self, record: GradientRecord) -> Tensor:
-        return super()._kept_deferred(record) if self._pending.gradient is None else self._pending.gradient
+    def _deferred_on_device(self, record: GradientRecord) -> Tensor:
+        return super()._deferred_on_device(record) if self._pending.gradient is None else self._pending.gradient
 
     def release(self) -> None:
         super().release()
