@@ -271,7 +271,7 @@ class LazyEngine:
         worker_cores(self._options)
         plan = empty_plan(self._options)
         if self._ranks is not None and sharding_of(params) is None:
-            plan = empty_plan(self._options, self._ranks.rank, self._ranks.size)
+            plan = self._ranks.divided(plan)
         named = _named(self._groups)
         for first, stop in pairwise((0, *self._calls)):
             new = [pair for group in named[first:stop] for pair in group]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,7 +25,9 @@ def specs() -> list[ParamSpec]:
 
 
 def divided(ranks: int, options: Options) -> list[Plan]:
-    return [extend_plan(empty_plan(options, rank, ranks), specs(), options) for rank in range(ranks)]
+    return [
+        extend_plan(replace(empty_plan(options), rank=rank, ranks=ranks), specs(), options) for rank in range(ranks)
+    ]
 
 
 def slices_of(param: ParamPlan) -> list[int]:
@@ -61,13 +65,13 @@ def test_shares_have_each_slice_once(policy: dict[str, object], ranks: int) -> N
                 assert len(groups) == share.groups, "a group is divided among ranks"
 
 
-def test_powers_of_two_divide_large_parameters_evenly() -> None:
+def test_divisors_of_the_groups_divide_large_parameters_evenly() -> None:
     options = Options.from_keywords(topk_ratio=0.1)
     specs = [ParamSpec("large", (4096, 4096), torch.bfloat16)]
     alone = make_plan(specs, options)
-    for ranks in (2, 4, 8, 16):
-        plan = extend_plan(empty_plan(options, ranks - 1, ranks), specs, options)
-        assert plan.params[0].slices == 4096 // ranks
+    for ranks in (2, 3, 4, 6, 8, 12, 16):
+        plan = extend_plan(replace(empty_plan(options), rank=ranks - 1, ranks=ranks), specs, options)
+        assert plan.params[0].slices == 4096 // ranks  # the last one has least
         assert abs(plan.host_bytes * ranks / alone.host_bytes - 1) < 0.01
         assert abs(plan.device_bytes * ranks / alone.device_bytes - 1) < 0.03  # 410 selected slices
         assert plan.model_bytes == alone.model_bytes
@@ -75,7 +79,8 @@ def test_powers_of_two_divide_large_parameters_evenly() -> None:
 
 def test_later_groups_get_the_phases_of_one_rank() -> None:
     options = Options.from_keywords(min_offload_size=1, update_interval=4)
-    alone, divided = empty_plan(options), empty_plan(options, 1, 2)
+    alone = empty_plan(options)
+    divided = replace(alone, rank=1, ranks=2)
     for each in specs():
         alone, divided = (extend_plan(plan, [each], options) for plan in (alone, divided))
     assert [param.phase for param in divided.params] == [param.phase for param in alone.params]

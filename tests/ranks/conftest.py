@@ -34,6 +34,14 @@ def three_ranks() -> Iterator[RankProcesses]:
 
 
 @pytest.fixture(scope="session")
+def six_ranks() -> Iterator[RankProcesses]:
+    """Six processes: two machines of three ranks, or three of two."""
+    ranks = RankProcesses(6)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankProcesses]:
     """Four processes: two replicas of two shards."""
     ranks = RankProcesses(4)

@@ -106,16 +106,18 @@ def train(
     build: Callable[[], nn.Module] = uneven,
     device: str = "cpu",
     folder: str | None = None,
+    group: Any = None,
 ) -> list[Tensor]:
     """The weights after training as one of ``ranks``; of one process over the joint batch if there is one."""
     if folder is None:
         with tempfile.TemporaryDirectory() as folder:
             return train(
                 options, rank, ranks, steps=steps, compiled=compiled, clip=clip, backwards=backwards, build=build,
-                device=device, folder=folder,
+                device=device, folder=folder, group=group,
             )  # fmt: skip
     model = build().to(device)
-    group = group_for(device) if ranks > 1 else None
+    if group is None and ranks > 1:
+        group = group_for(device)
     optimizer = optimizer_over(model, options, folder, **({} if options is None else {"process_group": group}))
     call = model
     if compiled:

@@ -57,8 +57,8 @@ def test_different_ranks_are_refused(two_ranks: RankProcesses, difference: str) 
 
 def made(rank: int, case: str) -> None:
     group: Any = None
-    if case == "mesh of two dimensions":
-        group = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    if case == "mesh of three dimensions":
+        group = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("replicas", "shards", "columns"))
     elif case == "other ranks":
         group = dist.new_group([1 - rank], use_local_synchronization=True)
         group = dist.new_group([0])
@@ -73,7 +73,7 @@ def made(rank: int, case: str) -> None:
     ("case", "text"),
     [
         ("several ranks", "process_group=torch.distributed.group.WORLD"),
-        ("mesh of two dimensions", "mesh of 2 dimensions"),
+        ("mesh of three dimensions", "mesh of 3 dimensions"),
         ("no group", "process_group=3 must be"),
     ],
 )

@@ -16,7 +16,7 @@ from tests.ranks.models import ALL_POLICIES, backward, batch, on_ranks, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
-from zenflow_compile.runtime.ranks.rank_group import RankGroup
+from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup
 
 pytestmark = pytest.mark.timeout(120)
 SECONDS = 4.0
@@ -110,7 +110,8 @@ def test_failed_backward_of_one_rank_stops_all(two_ranks: RankProcesses, by_mode
 
 
 def closed(rank: int) -> None:
-    group = RankGroup(dist.group.WORLD, torch.device("cpu"))
+    group = RankGroup(dist.group.WORLD, torch.device("cpu"), Levels([0, 1], [rank], [0, 1]))
+    group.exchange(Call.CLOSE)  # else one rank may close while the other one connects to it
     group.close()
     group.close()
 

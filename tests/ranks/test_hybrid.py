@@ -20,7 +20,7 @@ from tests.ranks.sharded import sharded, train_sharded, whole
 from tests.ranks.test_sharded_checkpoints import ELSEWHERE, SAVED_AT, STEPS, flushed_state, steps
 from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.rank_processes import RankProcesses, messages
-from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
+from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup
 from zenflow_compile.torch_internals import torch_private
 
 pytestmark = pytest.mark.timeout(180)
@@ -34,7 +34,9 @@ def mesh_of_four() -> DeviceMesh:
 def exchanged(rank: int) -> dict[str, Any]:
     """What each collective brings to a rank of the second shard group, and of the first one."""
     mesh = mesh_of_four()
-    group = RankGroup(mesh.get_group(1), torch.device("cpu"), list(range(RANKS)))
+    group = RankGroup(
+        mesh.get_group(1), torch.device("cpu"), Levels([first := rank - rank % 2, first + 1], [rank], range(RANKS))
+    )
     own = torch.tensor([float(rank)])
     found = {
         "places": [group.rank, group.size, group.message_rank, group.message_size],

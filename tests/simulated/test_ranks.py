@@ -77,6 +77,12 @@ def test_training_equals_the_cpu(ranks: RankProcesses, options: str) -> None:
     assert ranks.call(differing_of_rank, [drawn], timeout=200) == [[], []]
 
 
+def test_expert_that_a_rank_does_not_use_is_received(ranks: RankProcesses) -> None:
+    """No forward of the rank waits for what the others send of it, and the optimizer in backward reads a sample."""
+    case = Case("windows", "experts", "graph", "optimizer in backward", ranks=2)
+    assert ranks.call(differing_of_rank, [case], timeout=200) == [[], []]
+
+
 def bytes_left_by(rank: int, options: str) -> list[int]:
     """Device memory that an optimizer has when it has given all back, behind each step."""
     serve()

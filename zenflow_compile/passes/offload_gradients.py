@@ -69,7 +69,7 @@ def offload_gradients(gm: GraphModule, ctx: PassContext) -> int:
         check_shape(grad, param, "the gradient")
         arriving.setdefault(start if grad.op == "placeholder" else grad, []).append((param, grad))
         values[position] = None
-    op = ops.OFFLOAD_GRADIENTS if ctx.plan.ranks == 1 else ops.REDUCE_GRADIENTS
+    op = ops.REDUCE_GRADIENTS if ctx.plan.sums_over_ranks else ops.OFFLOAD_GRADIENTS
     # An update comes behind the offload of its gradient, so gradients wait no longer for others than updates may.
     bound = min(OFFLOAD_BYTES, TOGETHER_BYTES) if ctx.finalizes_in_backward else OFFLOAD_BYTES
     for place, group in reversed(offload_groups(graph, arriving, bound)):

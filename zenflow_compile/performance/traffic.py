@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.plan import Plan, dividing_ranks
 from zenflow_compile.planning.planners import divide
 
 
@@ -129,19 +129,22 @@ class RankTraffic:
     """Bytes per step, averaged over update windows.
 
     Attributes:
-        ranks: of the node, one per device.
+        ranks: of the node, one per device; dividing: how many of them divide a copy of the state.
         all_reduced: of gradients that each rank gets whole.
         reduced: of gradients of which each rank gets its part.
         gathered: of weights that all ranks get from the ones that have updated them.
+        across: of a rank's part of the gradients, which the ranks that have this part of other copies average, too.
         to_host, to_device: that one rank copies over its link; the one that has most, if they are not equal.
         host_bytes: memory of the node for state, gradients and uploads.
         selection_bytes: that all ranks gather when every parameter re-selects; 0 if selections are not exchanged.
     """
 
     ranks: int
+    dividing: int
     all_reduced: float
     reduced: float
     gathered: float
+    across: float
     to_host: float
     to_device: float
     host_bytes: int
@@ -150,7 +153,12 @@ class RankTraffic:
     @property
     def sent(self) -> float:
         """Bytes that one rank sends in rings: an all-reduce is a reduce-scatter and an all-gather."""
-        return (2 * self.all_reduced + self.reduced + self.gathered) * (self.ranks - 1) / self.ranks
+        copies = self.ranks // self.dividing
+        return (
+            2 * self.all_reduced * (self.ranks - 1) / self.ranks
+            + (self.reduced + self.gathered) * (self.dividing - 1) / self.dividing
+            + 2 * self.across * (copies - 1) / copies
+        )
 
 
 def rank_traffic(plan: Plan, ranks: int, exchange: Sharing) -> RankTraffic:
@@ -170,9 +178,11 @@ def rank_traffic(plan: Plan, ranks: int, exchange: Sharing) -> RankTraffic:
     gathers = 0 if alone else 2 if exchange is Sharing.SHARDED else 1
     return RankTraffic(
         ranks=ranks,
+        dividing=ranks,
         all_reduced=weights if alone else 0,
         reduced=0 if alone else weights,
         gathered=gathers * weights,
+        across=0,
         to_host=own.to_host / divided,
         to_device=own.to_device / divided,
         host_bytes=plan.host_bytes * (ranks if alone else 1),
@@ -182,28 +192,33 @@ def rank_traffic(plan: Plan, ranks: int, exchange: Sharing) -> RankTraffic:
 
 def _traffic_of_shares(plan: Plan, ranks: int) -> RankTraffic:
     """The traffic under ``process_group=``, where several ranks may have the same share: see ``parts_of``."""
-    shares = [divide(replace(plan, rank=rank, ranks=ranks)) for rank in range(ranks)]
+    dividing = dividing_ranks(ranks)
+    copies = ranks // dividing
+    shares = [divide(replace(plan, rank=rank, ranks=dividing, replicas=copies)) for rank in range(dividing)]
     first = traffic_of(shares[0]) or Traffic()  # no share is larger
-    all_reduced = reduced = selections = 0
+    all_reduced = reduced = across = selections = 0
     gathered = 0.0
     for param in shares[0].params:
         if (share := param.share) is None:  # its gradient is averaged whole on each rank
             all_reduced += param.whole.weight_bytes
             if param.flat is not None:
-                gathered += ranks * param.flat.most_elements * param.dtype.itemsize
+                gathered += dividing * param.flat.most_elements * param.dtype.itemsize
             continue
         slice_bytes = param.length * param.dtype.itemsize
         deferred = share.most_slices - share.most_selected
-        reduced += ranks * share.most_slices * slice_bytes
-        gathered += ranks * (share.most_selected + deferred / param.interval) * slice_bytes
-        selections += ranks * share.most_selected if param.selects else 0
+        across += share.most_slices * slice_bytes
+        reduced += dividing * share.most_slices * slice_bytes
+        gathered += dividing * (share.most_selected + deferred / param.interval) * slice_bytes
+        selections += dividing * share.most_selected if param.selects else 0
     return RankTraffic(
         ranks=ranks,
+        dividing=dividing,
+        across=across,
         all_reduced=all_reduced,
         reduced=reduced,
         gathered=gathered,
         to_host=first.to_host,
         to_device=first.to_device,
-        host_bytes=sum(share.host_bytes for share in shares),
+        host_bytes=copies * sum(share.host_bytes for share in shares),
         selection_bytes=_INDEX_BYTES * selections,
     )

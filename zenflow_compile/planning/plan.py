@@ -6,7 +6,7 @@ A plan is made before training and never changes a placement; passes and runtime
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -45,29 +45,34 @@ busy."""
 EXCHANGE_BYTES = 16 << 20
 """Most bytes of such a buffer, unless one slice needs more."""
 
-MOST_GROUPS = 16
-"""Groups of a parameter with many slices, and so the most ranks that can share it evenly."""
+GROUPS = (48, 24, 16, 8, 4, 2, 1)
+"""Numbers of groups: as many as a parameter has slices for. 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 ranks share the first
+one evenly."""
 
 SELECTED_PER_GROUP = 4
 """Fewest slices that a group selects, and fewest that it defers; smaller parameters have fewer groups."""
 
 
 def group_count(slices: int, k: int) -> int:
-    """Number of groups that a parameter's slices are selected in, a power of two: slice ``i`` is in ``i % groups``.
+    """Number of groups that a parameter's slices are selected in, one of ``GROUPS``: slice ``i`` is in ``i % groups``.
 
     A group's selection depends on its own scores alone. So several ranks can share the groups of a parameter, select
-    without communication, and select the same slices as one rank. Any power-of-two number of ranks up to the number of
-    groups divides them evenly.
+    without communication, and select the same slices as one rank. Numbers of ranks that divide it share it evenly.
 
     Args:
         slices: slices of the parameter.
         k: selected slices. Group ``g`` selects ``k // groups`` of them, one more if ``g < k % groups``. The first
             ``k`` slices, which are selected before there are scores, are divided in the same way.
     """
-    groups = MOST_GROUPS
-    while groups > 1 and min(k, slices - k) < SELECTED_PER_GROUP * groups:
-        groups //= 2
-    return groups
+    return next(groups for groups in GROUPS if groups == 1 or min(k, slices - k) >= SELECTED_PER_GROUP * groups)
+
+
+def dividing_ranks(ranks: int) -> int:
+    """How many of ``ranks`` that are near each other divide a model: the most of which each has as much.
+
+    The others have copies of its state.
+    """
+    return max(each for each in range(1, ranks + 1) if ranks % each == 0 and GROUPS[0] % each == 0)
 
 
 class Placement(StrEnum):
@@ -90,26 +95,24 @@ class Share:
         whole: the plan of the whole parameter, as one device would have it.
         rank: of this process among ``ranks``.
         parts: number of parts; it divides ``ranks``.
+        replica: number of these ranks among those that have copies of all shares.
     """
 
     whole: ParamPlan
     rank: int
     ranks: int
     parts: int
+    replica: int = 0
 
     @property
     def part(self) -> int:
         """The part of this rank."""
-        return self.part_of(self.rank)
+        return self.rank % self.parts
 
     @property
     def first_holder(self) -> bool:
         """Whether this rank is the first one that has this part, and so the one that counts in sums over ranks."""
-        return self.rank < self.parts
-
-    def part_of(self, rank: int) -> int:
-        """The part of another rank."""
-        return rank % self.parts
+        return self.replica == 0 and self.rank < self.parts
 
     def count(self, slices: int, part: int | None = None) -> int:
         """How many of the first ``slices`` slices belong to a part, by default this rank's."""
@@ -125,10 +128,36 @@ class Share:
         """Selected slices of the part that has most."""
         return self.count(self.whole.k, 0)
 
-    def view(self, matrix: torch.Tensor, part: int | None = None) -> torch.Tensor:
-        """A part of the parameter's 2-D view as [slices, length]; a strided view of its memory."""
-        first = self.part if part is None else part
-        return matrix[first :: self.parts] if self.whole.dim == 0 else matrix[:, first :: self.parts].t()
+    def view(self, matrix: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter's 2-D view as [slices, length]; a strided view of its memory."""
+        return self.by_slice(matrix)[self.part :: self.parts]
+
+    def by_slice(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The parameter's 2-D view as [slices, length]."""
+        return matrix if self.whole.dim == 0 else matrix.t()
+
+    def in_parts(self, slices: torch.Tensor, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair views of all slices with views of the same ones by part: one pair, and one more if parts are uneven.
+
+        Args:
+            slices: [slices, ...].
+            rows: [parts, slices of the largest part, ...], or several of these, [n, parts, ...].
+        """
+        each = len(slices) // self.parts
+        even = slices[: each * self.parts].view(each, self.parts, *slices.shape[1:]).transpose(0, 1)
+        several = rows.dim() - slices.dim() - 1
+        return zip((even, slices[each * self.parts :]), self.of_parts(len(slices), rows, several), strict=False)
+
+    def of_parts(self, slices: int, rows: torch.Tensor, parts: int = 0) -> list[torch.Tensor]:
+        """View what ``rows`` has of the first ``slices`` slices: as many of each part, and one more of the first parts.
+
+        Args:
+            rows: [parts, slices of the largest part, ...].
+            parts: the dimension of them, if it is not the first one.
+        """
+        each, rest = divmod(slices, self.parts)
+        found = [rows.narrow(parts + 1, 0, each)]
+        return [*found, rows.narrow(parts, 0, rest).select(parts + 1, each)] if rest else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,6 +521,7 @@ class Plan:
         host_window_bytes: the option.
         adaptive: gradient values decide when update windows are flushed, after ``interval`` steps at the latest.
         rank: of this process among the ``ranks`` that divide the offloaded parameters.
+        replica: number of these ranks among the ``replicas``, which have copies of all shares.
         weights: which weights are in host memory. Only predictions set it; None: all weights stay on the device.
         micro_batches: backwards of a step, as predictions assume them.
     """
@@ -502,8 +532,15 @@ class Plan:
     adaptive: bool = False
     rank: int = 0
     ranks: int = 1
+    replica: int = 0
+    replicas: int = 1
     weights: WeightMemory | None = None
     micro_batches: int = 1
+
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Return whether gradients are summed up over ranks by the engine."""
+        return self.ranks * self.replicas > 1
 
     @property
     def subgroup_bytes(self) -> list[int]:

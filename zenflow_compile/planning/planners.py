@@ -99,19 +99,13 @@ def make_plan(specs: Sequence[ParamSpec], options: Options) -> Plan:
     return extend_plan(empty_plan(options), specs, options)
 
 
-def empty_plan(options: Options, rank: int = 0, ranks: int = 1) -> Plan:
-    """The plan of an optimizer without parameters.
-
-    Args:
-        rank: of this process among the ``ranks`` that divide the offloaded parameters.
-    """
+def empty_plan(options: Options) -> Plan:
+    """The plan of an optimizer without parameters."""
     return Plan(
         policy=options.policy,
         params=(),
         host_window_bytes=options.host_window_bytes,
         adaptive=options.adaptive,
-        rank=rank,
-        ranks=ranks,
     )
 
 
@@ -542,16 +536,16 @@ def shard_of(whole: ParamPlan, by: ShardedBy) -> ParamPlan:
 
 def divide(plan: Plan) -> Plan:
     """Replace each parameter of ``plan`` that is divided by its share of ``plan.rank``; shares stay as they are."""
-    if plan.ranks == 1:
+    if not plan.sums_over_ranks:
         return plan
-    return replace(plan, params=tuple(_share_of(param, plan.rank, plan.ranks) for param in plan.params))
+    return replace(plan, params=tuple(_share_of(param, plan) for param in plan.params))
 
 
 def parts_of(whole: ParamPlan, ranks: int) -> int:
     """Number of parts that a parameter is divided into; with fewer parts than ranks, several ranks have the same one.
 
-    That is so where the number of ranks does not divide the groups of slices: small parameters, and numbers of ranks
-    that are no power of two. These ranks make the same updates.
+    That is so where the number of ranks does not divide the groups of slices, as of small parameters. These ranks make
+    the same updates.
     """
     most = whole.groups if whole.selects else whole.slices
     if whole.selects:
@@ -559,15 +553,16 @@ def parts_of(whole: ParamPlan, ranks: int) -> int:
     return max(parts for parts in range(1, ranks + 1) if ranks % parts == 0 and parts <= most)
 
 
-def _share_of(whole: ParamPlan, rank: int, ranks: int) -> ParamPlan:
+def _share_of(whole: ParamPlan, plan: Plan) -> ParamPlan:
     if whole is not whole.whole:  # a share already
         return whole
+    rank, ranks = plan.rank, plan.ranks
     if whole.streamed and whole.numel >= ranks**2:  # the last rank has some elements then
         flat = FlatShare(whole=whole, rank=rank, ranks=ranks)
         elements = min(flat.most_elements, whole.numel - rank * flat.most_elements)
         return replace(whole, shape=(elements,), flat=flat)
     if not whole.offloaded:
         return whole
-    share = Share(whole=whole, rank=rank, ranks=ranks, parts=parts_of(whole, ranks))
+    share = Share(whole=whole, rank=rank, ranks=ranks, parts=parts_of(whole, ranks), replica=plan.replica)
     slices, k = share.count(whole.slices), share.count(whole.k)
     return replace(whole, shape=(slices, whole.length), dim=0, slices=slices, k=k, share=share)

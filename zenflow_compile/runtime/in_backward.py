@@ -51,6 +51,8 @@ class InBackwardIntake(GradientIntake):
                 offloaded.notice_external_write(core.step)
             if offloaded.host.flushed:  # no forward has fetched it
                 self.uploads.apply(offloaded, offloaded.updates.due(core.step))
+            if offloaded.arriving is not None:  # nor waited for what other ranks have sent of it
+                offloaded.receive_weights()
         self.registry.unseen_writes.begin_step()
 
     def refuse_nested(self) -> None:

@@ -58,7 +58,7 @@ def test_launches_were_compiled_ahead(shape: tuple[int, int], dtype: torch.dtype
 def shares(shape: tuple[int, int]) -> list[ParamPlan]:
     """Of the first of two ranks: that divide the parameter, and of a model whose rows are sharded."""
     whole = plan_of(shape)
-    divided = divide(replace(empty_plan(Options(), rank=0, ranks=2), params=(whole,)))
+    divided = divide(replace(empty_plan(Options()), ranks=2, params=(whole,)))
     return [*divided.params, shard_of(whole, ShardedBy(0, 0, 2))]
 
 

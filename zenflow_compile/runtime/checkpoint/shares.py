@@ -76,8 +76,8 @@ def _gather(plan: ParamPlan, own: Tensor, ranks: RankGroup) -> Tensor:
     assert share is not None
     rows = _gather_rows(plan, own, share.most_slices, ranks)
     slices = torch.empty((share.whole.slices, *own.shape[1:]), dtype=own.dtype)
-    for part in range(share.parts):
-        slices[part :: share.parts] = rows[part][: share.count(share.whole.slices, part)]
+    for target, of_parts in share.in_parts(slices, torch.stack(rows[: share.parts])):
+        target.copy_(of_parts)
     return slices
 
 

@@ -65,7 +65,7 @@ class ParamRegistry:
         visible_gradients: bool,
         ranks: RankGroup | None = None,
     ) -> None:
-        self.plan = empty_plan(options) if ranks is None else empty_plan(options, ranks.rank, ranks.size)
+        self.plan = empty_plan(options) if ranks is None else ranks.divided(empty_plan(options))
         self.params: list[Parameter] = []
         self.given: list[Parameter] = []
         self.counters: list[VersionCounter] = []

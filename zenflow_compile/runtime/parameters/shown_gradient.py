@@ -192,8 +192,8 @@ class ShownGradient(GradientSource):
         with self._gradients.of_all_ranks(self.plan.name, record.state) as ranks:
             self._copy_out(own[: self.plan.slices], record)
             rows = ranks.all_gather(own).wait(f"the gradient of {self.plan.name}")
-        for part in range(share.parts):
-            share.view(whole, part).copy_(rows[part, : share.count(share.whole.slices, part)])
+        for slices, of_parts in share.in_parts(share.by_slice(whole), rows[: share.parts]):
+            slices.copy_(of_parts)
         return values
 
     def _copy_out(self, target: Tensor, record: GradientRecord) -> None:

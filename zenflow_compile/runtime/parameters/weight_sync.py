@@ -79,12 +79,13 @@ class Weights:
             return self.matrix
         return home.values.read().view(self._param.shape[0], -1)
 
-    def of_part(self, part: int) -> Tensor:
-        """View the slices that a rank of part ``part`` updates: [slices, length]."""
+    @property
+    def of_all_ranks(self) -> Tensor:
+        """View all slices, those of other ranks, too: [slices, length]."""
         assert self.matrix is not None  # follows a replaced storage
         assert self._whole is not None
         assert self._plan.share is not None
-        return self._plan.share.view(self._whole, part)
+        return self._plan.share.by_slice(self._whole)
 
     def of(self, slices: Tensor) -> Tensor:
         """Copy the weights of ``slices``: [n, length]."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.options.options import Options
-from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
+from zenflow_compile.planning.plan import GROUPS, dividing_ranks
+from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup, first_difference, meet
 from zenflow_compile.runtime.sharding import sharding_of
 from zenflow_compile.torch_internals import torch_private
 
@@ -30,13 +37,14 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
 
     Args:
         params: of the optimizer. Sharded ones bring their group.
-        group: a process group, a 1-D mesh, False or None; ``GroupMember.NON_GROUP_MEMBER`` is what
+        group: a process group, a mesh of one or two dimensions, False or None; ``GroupMember.NON_GROUP_MEMBER`` is what
             ``torch.distributed.new_group`` returns on the other ranks.
 
     Raises:
         TypeError: it is none of what the option may be.
-        ValueError: several ranks and no group, a group for a sharded model, a mesh of several dimensions, or a group
-            without this rank.
+        ValueError: several ranks and no group, a group for a sharded model, a mesh that cannot divide a model, or a
+            group without this rank.
+        RankError: some ranks do not come.
     """
     running = dist.is_available() and dist.is_initialized()
     if (sharding := sharding_of(params)) is not None:
@@ -45,7 +53,11 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
                 "process_group is for models that are whole on each rank, and the parameters are sharded by "
                 "fully_shard, which averages gradients over its mesh; leave process_group out"
             )
-        return RankGroup(sharding.group, device, sharding.ranks) if len(sharding.ranks) > 1 else None
+        if len(sharding.ranks) == 1:
+            return None
+        members = sorted(dist.get_process_group_ranks(sharding.group))
+        # FSDP2 averages gradients over replicas.
+        return RankGroup(sharding.group, device, Levels(members, [dist.get_rank()], sorted(sharding.ranks)))
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(
@@ -59,11 +71,14 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
         return None
     if group is False:
         return None
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        levels = _levels_of_mesh(group)
+        return RankGroup(group.get_group(1), device, levels) if group.size() > 1 else None
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"process_group is a mesh of {group.ndim} dimensions, {group}; give the one over which the model is "
-                "replicated, as in mesh['dp']"
+                "replicated, as in mesh['dp'], or two, (replicas, ranks that divide a replica)"
             )
         group = group.get_group()
     if not (running and isinstance(group, dist.ProcessGroup)):
@@ -73,14 +88,70 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
             )
         raise TypeError(
             f"process_group={group!r} must be a ProcessGroup of torch.distributed, which torchrun and "
-            "init_process_group() provide, a 1-D DeviceMesh, False or None"
+            "init_process_group() provide, a DeviceMesh of one or two dimensions, False or None"
         )
     if dist.get_rank(group) < 0:
         raise ValueError(
             f"process_group holds the ranks {dist.get_process_group_ranks(group)}, and not this one "
             f"({dist.get_rank()}); create the optimizer on its ranks only"
         )
-    return RankGroup(group, device) if dist.get_world_size(group) > 1 else None
+    if dist.get_world_size(group) == 1:
+        return None
+    ranks = sorted(dist.get_process_group_ranks(group))
+    hosts = meet(group, ranks, host_of_process(), torch_private.group_timeout(group, device))
+    levels = levels_of_hosts(ranks, hosts, dist.get_rank())
+    if len(levels.members) < min(hosts.count(host) for host in hosts) and dist.get_rank(group) == 0:
+        warnings.warn(
+            f"process_group has {len(ranks)} ranks, which the {GROUPS[0]} groups of a parameter's slices do not divide "
+            f"into: {len(levels.members)} of them divide the optimizer's state, and there are {len(levels.across)} "
+            f"copies of it; numbers of ranks of a machine that divide {GROUPS[0]} need one",
+            UserWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return RankGroup(group, device, levels)
+
+
+def host_of_process() -> str:
+    """The machine of this process: two of one name differ by the number of their start."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return socket.gethostname()
+
+
+def levels_of_hosts(ranks: Sequence[int], hosts: Sequence[str], own: int) -> Levels:
+    """Divide a model among the ranks of a machine, as many as evenly have a part; others, and other machines, copy it.
+
+    All machines have copies of one size, which the links inside of a machine serve: between machines only the mean of
+    each share travels.
+
+    Args:
+        hosts: of ``ranks``, which may have other numbers of them.
+        own: one of ``ranks``.
+    """
+    of_host: dict[str, list[int]] = {}
+    for rank, host in zip(ranks, hosts, strict=True):
+        of_host.setdefault(host, []).append(rank)
+    size = dividing_ranks(math.gcd(*map(len, of_host.values())))
+    replicas = [each[first : first + size] for each in of_host.values() for first in range(0, len(each), size)]
+    members = next(replica for replica in replicas if own in replica)
+    return Levels(members, [replica[members.index(own)] for replica in replicas], sorted(ranks))
+
+
+def _levels_of_mesh(mesh: DeviceMesh) -> Levels:
+    """Those of a mesh of (replicas, ranks that divide a replica)."""
+    rows: list[list[int]] = mesh.mesh.tolist()
+    size, own = len(rows[0]), dist.get_rank()
+    if dividing_ranks(size) != size:
+        possible = [each for each in range(1, GROUPS[0] + 1) if GROUPS[0] % each == 0]
+        raise ValueError(
+            f"process_group is a mesh of {len(rows)} times {size} ranks, and its second dimension, over which the "
+            f"optimizer's state is divided, must have a size among {', '.join(map(str, possible))}"
+        )
+    members = next((row for row in rows if own in row), None)
+    if members is None:
+        raise ValueError(f"process_group does not hold this rank ({own}); create the optimizer on its ranks")
+    place = members.index(own)
+    return Levels(members, [row[place] for row in rows], sorted(rank for row in rows for rank in row))
 
 
 def agreed(

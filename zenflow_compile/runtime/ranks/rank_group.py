@@ -10,18 +10,22 @@ run first.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.timeline import OTHER_RANKS
 from zenflow_compile.torch_internals import torch_private
@@ -47,13 +51,17 @@ def block(row: Tensor, offset: int, plan: ParamPlan, slices: int) -> Tensor:
     return row[offset : offset + slices * plan.length].view(slices, plan.length)
 
 
-def blocks_of_ranks(packed: Tensor, offset: int, plan: ParamPlan) -> Iterator[tuple[int, Tensor]]:
-    """View the part of a parameter in each rank's row of ``packed``: (part, [slices of the part, length])."""
+def rows_of_parts(packed: Tensor, offset: int, plan: ParamPlan) -> Tensor:
+    """View a parameter in ``packed`` [ranks, n]: [holders of a part, parts, slices of the largest part, length]."""
     share = plan.share
     assert share is not None
-    for rank, row in enumerate(packed):
-        part = share.part_of(rank)
-        yield part, block(row, offset, plan, share.count(share.whole.slices, part))
+    blocks = packed[:, offset : offset + share.most_slices * plan.length]
+    return blocks.view(-1, share.parts, share.most_slices, plan.length)
+
+
+def bytes_by_rank(rows: Sequence[bytes]) -> Tensor:
+    """The bytes of messages of one length: u8[ranks, bytes]."""
+    return torch.frombuffer(bytearray().join(rows), dtype=torch.uint8).view(len(rows), -1)
 
 
 def cut(items: Sequence[_T], bytes_of: Sequence[int], dtypes: Sequence[torch.dtype], limit: int) -> list[list[_T]]:
@@ -94,6 +102,47 @@ class Call(Enum):
 
 
 _CALLS = list(Call)
+_MEETINGS = Counter[str]()
+
+
+def meet(group: dist.ProcessGroup, ranks: Sequence[int], text: str, timeout: timedelta) -> list[str]:
+    """Exchange texts with all ``ranks`` of ``group`` where they create their optimizers. Returns them in this order.
+
+    Raises RankError if some do not come within ``timeout``.
+    """
+    number = _MEETINGS[group.group_name]
+    _MEETINGS[group.group_name] += 1
+    store = torch_private.shared_store(f"zenflow/meeting/{group.group_name}/{number}")
+    store.set(str(dist.get_rank()), text)
+    keys = [str(rank) for rank in ranks]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [key for key in keys if not store.check([key])]
+        raise RankError(
+            f"{ranks_text(missing)} not created an optimizer within {timeout.total_seconds():g} s, as rank "
+            f"{dist.get_rank()} has: all ranks of process_group do, in the same order"
+        ) from error
+    return [store.get(key).decode() for key in keys]
+
+
+def ranks_text(ranks: Sequence[object]) -> str:
+    """``rank 3 has`` or ``ranks 3, 5 have``."""
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+
+
+class Levels(NamedTuple):
+    """Global ranks that train one model together, by what they do; this one is in all of them.
+
+    Attributes:
+        members: divide the parameters among themselves, or have shards of them, in this order.
+        across: each have the share of this one, and average it; this one alone where nothing is to be averaged.
+        everyone: agree on all that they do, by messages.
+    """
+
+    members: Sequence[int]
+    across: Sequence[int]
+    everyone: Sequence[int]
 
 
 class RankError(RuntimeError):
@@ -132,41 +181,52 @@ class RankGroup:
     Args:
         group: of the user's; every rank of it makes this object at the same point of its program.
         device: of the parameters.
-        replicated: global ranks of all replicas of a sharded model, of which ``group`` has one. They exchange messages,
-            since they agree on all that they do; tensors are exchanged in ``group``.
+        levels: which of its ranks, or of further replicas of a sharded model, do what.
 
     Attributes:
-        rank: of this process; size: number of ranks; both among those of ``group``, which exchange tensors.
-        message_rank, message_size: the same among those that exchange messages: of all replicas.
+        rank: of this process; size: number of ranks; both among those that divide parameters, or have their shards.
+        replica, replicas: the same among those that have the same share.
+        message_rank, message_size: the same among all.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, replicated: Sequence[int] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, levels: Levels) -> None:
         self.number = next(_numbers)
         self.step = 0
         self.recorder = Recorder()
-        members = sorted(dist.get_process_group_ranks(group))
-        everyone = sorted(members if replicated is None else replicated)
-        self.rank, self.size = members.index(dist.get_rank()), len(members)
-        self.message_rank, self.message_size = everyone.index(dist.get_rank()), len(everyone)
+        own, (members, across, everyone) = dist.get_rank(), levels
+        self.rank, self.size = members.index(own), len(members)
+        self.replica, self.replicas = across.index(own), len(across)
+        self.message_rank, self.message_size = everyone.index(own), len(everyone)
         self._rows = [everyone.index(member) for member in members]  # of this group, in what messages gather
         self._timeout = torch_private.group_timeout(group, device)
+        self._to_close: list[dist.ProcessGroup] = []
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
-        # Hazard: groups that are made by their own ranks alone are named after these, and a second one of the same name
-        # would find the dead addresses of the first in the store. So they are not given back.
-        world = dist.get_world_size()
-        self._data, self._messages = (
-            dist.new_group(ranks, timeout=self._timeout, backend=each, use_local_synchronization=len(ranks) < world)
-            for ranks, each in ((members, backend), (everyone, "gloo"))
-        )
-        of_all = [(self._data, members), (self._messages, everyone)]
-        self._to_close = [each for each, ranks in of_all if len(ranks) == world]
+        self._data, self._messages = self._new_group(members, backend), self._new_group(everyone, "gloo")
+        self._across = self._sums = self._data
+        if self.replicas > 1:
+            self._across, self._sums = self._new_group(across, backend), self._new_group(everyone, backend)
         self._store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
         self.failed = False
         self._room = _ROOM
 
-    # Collectives of tensors on the parameters' device.
+    def _new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        of_all = len(ranks) == dist.get_world_size()
+        made: dist.ProcessGroup = dist.new_group(
+            sorted(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=not of_all
+        )
+        # Hazard: groups that are made by their own ranks alone are named after these, and a second one of the same name
+        # would find the dead addresses of the first in the store. So they are not given back.
+        if of_all:
+            self._to_close.append(made)
+        return made
+
+    def divided(self, plan: Plan) -> Plan:
+        """``plan``, which has no parameters yet, for this rank."""
+        return replace(plan, rank=self.rank, ranks=self.size, replica=self.replica, replicas=self.replicas)
+
+    # Collectives of tensors on the parameters' device, among the ranks that divide parameters.
 
     def reduce_scatter(self, packed: Tensor) -> Pending:
         """Start the mean over ranks of ``packed`` [ranks, n], of which each rank gets its row: [n].
@@ -178,13 +238,15 @@ class RankGroup:
             out = torch.empty_like(packed[0])
             return Pending(torch_private.start_reduce_scatter(out, packed, self._data), out, self, (packed,))
         # gloo's own sends everything two times, and its wait would not see a rank that has failed.
-        rows, out = torch.empty_like(packed), torch.empty_like(packed[0])
+        wide = torch.promote_types(packed.dtype, torch.float32)
+        # What is averaged over replicas, too, is rounded after that.
+        dtype = wide if self.replicas > 1 else packed.dtype
+        rows, out = torch.empty_like(packed), torch.empty_like(packed[0], dtype=dtype)
         work = dist.all_to_all_single(rows, packed, group=self._data, async_op=True)
         assert work is not None
 
         def finish() -> None:
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            if wide == rows.dtype:
+            if dtype == rows.dtype == wide:
                 torch.mean(rows, 0, out=out)
             else:
                 out.copy_(rows.mean(0, dtype=wide))
@@ -204,11 +266,19 @@ class RankGroup:
         work = torch_private.start_all_gather(out.view(-1), block.view(-1), self._data)
         return Pending(work, out, self, (block,))
 
+    # Of these and their replicas.
+
+    def mean_across(self, share: Tensor) -> Pending:
+        """Start the mean of a share over the ranks that have it, in place."""
+        return self._all_reduce(share, dist.ReduceOp.AVG, self._across)
+
     def all_reduce(self, values: Tensor, *, mean: bool = False) -> Pending:
-        """Start the sum of ``values`` over ranks, or their mean, in place."""
+        """Start the sum of ``values`` over all ranks, or their mean, in place; of a sharded model in each replica."""
+        return self._all_reduce(values, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, self._sums)
+
+    def _all_reduce(self, values: Tensor, op: Any, group: dist.ProcessGroup) -> Pending:
         self.recorder.sent("all_reduce", values.nbytes)
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        work = dist.all_reduce(values, op=op, group=self._data, async_op=True)
+        work = dist.all_reduce(values, op=op, group=group, async_op=True)
         assert work is not None
         return Pending(work, values, self)
 
@@ -242,7 +312,8 @@ class RankGroup:
         self.recorder.sent("message", message.nbytes)
         work = torch_private.start_all_gather(out.view(-1), message, self._messages)
         self._wait(work, f"a message of the others, while it {call.value}", polls=True)
-        rows = [bytes(row.tolist()) for row in out]
+        received = ctypes.string_at(out.data_ptr(), out.numel())
+        rows = [received[first : first + len(message)] for first in range(0, len(received), len(message))]
         for rank, row in enumerate(rows):
             if row[:_HEADER] != header:
                 self._refuse_other_call(call, rank, row)

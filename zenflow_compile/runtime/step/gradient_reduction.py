@@ -27,8 +27,9 @@ from zenflow_compile.runtime.ranks.rank_group import (
     RankGroup,
     RowLayout,
     block,
-    blocks_of_ranks,
+    bytes_by_rank,
     cut,
+    rows_of_parts,
 )
 
 BUCKET_BYTES = 4 << 20
@@ -47,7 +48,8 @@ class Bucket:
     Attributes:
         arrived: indices of the parameters that have a contribution of this rank.
         of_backward: those of them that had one in the backward that runs.
-        sent: in this round of sums; ``pending`` is the mean over ranks, while it is under way.
+        sent: in this round of sums; ``pending`` is the mean over ranks, while it is under way: first over those that
+            divide parameters, then, if it ``is_across``, of the share over those that have it.
     """
 
     def __init__(self, members: Sequence[OffloadedParam], group: RankGroup, dtype: torch.dtype) -> None:
@@ -56,6 +58,7 @@ class Bucket:
         self.of_backward: set[int] = set()
         self.sent = False
         self.pending: Pending | None = None
+        self.is_across = group.replicas == 1
         self._group = group
         self._dtype = dtype
         packing = RowLayout.of([_most_elements(member) for member in members])
@@ -73,8 +76,8 @@ class Bucket:
         packed, plan = self._memory(matrix.device), offloaded.plan
         assert plan.share is not None
         first = plan.index not in self.arrived
-        for part, target in blocks_of_ranks(packed, self._offset[plan.index], plan):
-            source = plan.share.view(matrix, part)
+        rows = rows_of_parts(packed, self._offset[plan.index], plan)
+        for source, target in plan.share.in_parts(plan.share.by_slice(matrix), rows):
             target.copy_(source) if first else target.add_(source)
         self.arrived.add(plan.index)
         self.of_backward.add(plan.index)
@@ -83,19 +86,34 @@ class Bucket:
         if offloaded.plan.index in self.arrived and self._packed is not None:
             self.arrived.discard(offloaded.plan.index)
             self.of_backward.discard(offloaded.plan.index)
-            for _, target in blocks_of_ranks(self._packed, self._offset[offloaded.plan.index], offloaded.plan):
-                target.zero_()
+            rows_of_parts(self._packed, self._offset[offloaded.plan.index], offloaded.plan).zero_()
 
     def start(self, device: torch.device) -> None:
         """Send it. The contributions that are missing are zeros."""
         self.pending = self._group.reduce_scatter(self._memory(device))
         self._packed, self.sent = None, True
 
+    @property
+    def ready(self) -> bool:
+        """Return whether ``go_across`` and ``receive`` do not block the host."""
+        return self.pending is None or self.pending.ready
+
+    def go_across(self) -> None:
+        """Start the mean over replicas, if there are any and it has not begun."""
+        if self.pending is not None and not self.is_across:
+            share = self.pending.wait(self._what)
+            self.pending, self.is_across = self._group.mean_across(share), True
+
+    @property
+    def _what(self) -> str:
+        return f"the gradients of {self.members[0].plan.name}, ..."
+
     def receive(self, present: Container[int] | None = None) -> None:
         """Receive it, if it was sent: each member takes its share; of ``present`` ones, if that is given."""
         if self.pending is None:
             return
-        row, self.pending = self.pending.wait(f"the gradients of {self.members[0].plan.name}, ..."), None
+        self.go_across()
+        row, self.pending = self.pending.wait(self._what), None
         for member in self.members:
             plan = member.plan
             if present is None or plan.index in present:
@@ -104,7 +122,7 @@ class Bucket:
 
     def reset(self) -> None:
         self._packed = self.pending = None
-        self.sent = False
+        self.sent, self.is_across = False, self._group.replicas == 1
         self.arrived.clear()
         self.of_backward.clear()
 
@@ -191,12 +209,14 @@ class GradientReduction:
         self._drop_cleared()
         order_was_known = self._order is not None
         flags = self._exchange_flags()
-        present = {index for index, bits in enumerate(flags) if max(bits) & _PRESENT}
-        lacking = {index for index in present if not min(flags[index]) & _PRESENT}
-        late = [index for index, bits in enumerate(flags) if max(bits) & _LATE]
+        present = {*_numbers((flags & _PRESENT).amax(0))}
+        lacking = present - {*_numbers((flags & _PRESENT).amin(0))}
+        late = _numbers((flags & _LATE).amax(0))
         for bucket in self._buckets[self._sent :]:
             if any(member.plan.index in present for member in bucket.members):
                 bucket.start(self._device)
+        for bucket in self._buckets[self._received :]:
+            bucket.go_across()
         for bucket in self._buckets[self._received :]:
             bucket.receive(present)
         for index in late:
@@ -277,12 +297,14 @@ class GradientReduction:
             self._sent += 1
         # Hazard: a rank that is in another call sends nothing, and notices at the message of this backward. So the host
         # does not wait before that one, and the device is one bucket behind.
-        while self._received < self._sent - 1:
-            bucket = self._buckets[self._received]
-            if bucket.pending is not None and not bucket.pending.ready:
+        for bucket in self._buckets[self._received : max(0, self._sent - 1)]:
+            if not bucket.ready:
                 break
-            bucket.receive()
-            self._received += 1
+            if bucket.is_across and bucket is self._buckets[self._received]:
+                bucket.receive()
+                self._received += 1
+            else:
+                bucket.go_across()
 
     def _send_late(self, offloaded: OffloadedParam) -> None:
         bucket = self._late.pop(offloaded.plan.index, None) or self._bucket([offloaded])
@@ -294,8 +316,8 @@ class GradientReduction:
 
     # What all ranks must know.
 
-    def _exchange_flags(self) -> list[tuple[int, ...]]:
-        """Tell all ranks what this one has. Returns the flags of each parameter, by rank."""
+    def _exchange_flags(self) -> Tensor:
+        """Tell all ranks what this one has. Returns the flags u8[ranks, parameters]."""
         count = len(self._registry.params)
         flags = bytearray(count)
         for index in self.on_device:
@@ -313,7 +335,7 @@ class GradientReduction:
         if order:
             numbers = (int.from_bytes(rows[0][at : at + 4], "little") for at in range(count, 5 * count, 4))
             self._order = {number: place for place, number in enumerate(numbers) if number < count}
-        return list(zip(*(row[:count] for row in rows), strict=True))
+        return bytes_by_rank(rows)[:, :count]
 
     # Parameters without a share.
 
@@ -365,6 +387,12 @@ _FAILED_BACKWARD = (
     "the last saved state"
 )
 _WITH_NORM = (GradientState.PARTS, GradientState.ON_DEVICE)
+
+
+def _numbers(flags: Tensor) -> list[int]:
+    """The parameters with a flag that is not 0, of u8[parameters]."""
+    found: list[int] = flags.nonzero().flatten().tolist()
+    return found
 
 
 def _most_elements(offloaded: OffloadedParam) -> int:

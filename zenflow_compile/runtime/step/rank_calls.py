@@ -20,7 +20,7 @@ from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
-from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, first_difference
+from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, bytes_by_rank, first_difference
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
@@ -221,12 +221,11 @@ class RankCalls(SeveralRanks):
 
     def _follow_writes(self, rows: Sequence[bytes]) -> set[int]:
         """Drop the updates in flight that another rank has dropped. Returns what any rank has written."""
-        found = set()
-        for index, offloaded in self._registry.offloaded.items():
-            if any(row[index] for row in rows):
-                found.add(index)
-                offloaded.drop_updates()
-                offloaded.written = False
+        found: set[int] = set(bytes_by_rank(rows).amax(0).nonzero().flatten().tolist())
+        for index in found:
+            offloaded = self._registry.offloaded[index]
+            offloaded.drop_updates()
+            offloaded.written = False
         return found
 
     def gather_streamed(self, updated: Iterable[StreamedParam]) -> None:

@@ -133,7 +133,7 @@ class Schedule:
         self._joined: dict[int, _Joined] = {}
         self._coming: deque[_Coming] = deque()  # of the last steps, oldest first; at most ``LAG``
         self._readback = Readback(3, device_of(device), recorder, ranks)
-        self._first_rank = ranks is None or ranks.rank == 0
+        self._first_rank = ranks is None or (ranks.rank == ranks.replica == 0)
 
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""

@@ -126,7 +126,7 @@ class WeightGather:
         self._device = device
         self.stream = CallersStream() if device.streams is None else OwnStream(device.streams, group.recorder)
         self._known: dict[int, Selection] = {}  # this rank's selection, as the others know it
-        self._selected: dict[int, list[Tensor]] = {}  # by parameter and part: i64[selected slices of the part]
+        self._selected: dict[int, list[Tensor]] = {}  # by parameter: i64[n], slices of all parts
 
     def gather(
         self, changed: Sequence[Changed], apply: Callable[[OffloadedParam], object] = lambda offloaded: None
@@ -197,17 +197,19 @@ class WeightGather:
         rows = pending.wait(f"the weights of {members[0].plan.name}, ...")
         for (offloaded, whole), offset in piece:
             plan, share = offloaded.plan, _share(offloaded)
-            for part in range(share.parts):  # rank ``part`` has it
-                # Hazard: ranks that have the same part may have got sums that differ in the last bit, and so may their
-                # updates. The weights of all ranks are those of the first one.
-                if part == share.part and share.first_holder:
-                    continue
-                target = offloaded.weights.of_part(part)
-                if whole:
-                    target.copy_(block(rows[part], offset, plan, share.count(share.whole.slices, part)))
-                else:
-                    slices = self._selected[plan.index][part]
-                    target.index_copy_(0, slices, block(rows[part], offset, plan, len(slices)))
+            most = share.most_slices if whole else share.most_selected
+            # Hazard: ranks that have the same part may have got sums that differ in the last bit, and so may their
+            # updates. The weights of all ranks are those of the first one: they are written over its own, too.
+            parts = rows[: share.parts, offset : offset + most * plan.length].view(share.parts, most, plan.length)
+            weights = offloaded.weights.of_all_ranks
+            if whole:
+                for target, of_parts in share.in_parts(weights, parts):
+                    target.copy_(of_parts)
+            else:
+                for slices, of_parts in zip(
+                    self._selected[plan.index], share.of_parts(share.whole.k, parts), strict=True
+                ):
+                    weights.index_copy_(0, slices, of_parts.reshape(-1, plan.length))
             offloaded.updates.merged = False
         bump_versions([each.param for each in members], [each.weights.counter for each in members])
         self.stream.written(members)
@@ -221,12 +223,13 @@ class WeightGather:
         for offloaded, offset in zip(new, packing.offsets, strict=True):
             row[offset : offset + offloaded.plan.k] = offloaded.device.selection.selected
         rows = self._group.all_gather(row).wait("the selections of the other ranks").long()
+        parts = torch.arange(len(rows), device=rows.device).unsqueeze(1)
         for offloaded, offset in zip(new, packing.offsets, strict=True):
             share = _share(offloaded)
             self._known[offloaded.plan.index] = offloaded.device.selection
-            self._selected[offloaded.plan.index] = [
-                rows[part, offset : offset + share.count(share.whole.k, part)] for part in range(share.parts)
-            ]
+            of_parts = rows[: share.parts, offset : offset + share.most_selected]
+            of_whole = of_parts * share.parts + parts[: share.parts]
+            self._selected[offloaded.plan.index] = [each.flatten() for each in share.of_parts(share.whole.k, of_whole)]
 
     def _is_new(self, offloaded: OffloadedParam) -> bool:
         return self._known.get(offloaded.plan.index) is not offloaded.device.selection
