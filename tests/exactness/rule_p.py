@@ -135,9 +135,9 @@ class SplitParam:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Slices of each group: 16 groups, or fewer, so that each can select four slices and defer four."""
+        """Slices of each group: 48 groups, or fewer, so that each can select four slices and defer four."""
         fewer = min(self.plan.k, self.plan.deferred) // 4
-        count = max(number for number in (1, 2, 4, 8, 16) if number <= max(1, fewer))
+        count = max(number for number in (1, 2, 4, 8, 16, 24, 48) if number <= max(1, fewer))
         return [list(range(group, self.plan.slices, count)) for group in range(count)]
 
     def flush(self, at: int) -> None:
@@ -172,7 +172,7 @@ class SplitParam:
         if waited >= least and drifted and swaps:
             self.reselect(at, self.after_swaps(self.swaps_of_groups(swaps, at)))
         elif waited + self.plan.interval >= least:
-            self.kept = (self.after_swaps([self.plan.k] * 16) & self.selected).sum().item() / self.plan.k
+            self.kept = (self.after_swaps([self.plan.k] * len(self.groups)) & self.selected).sum().item() / self.plan.k
 
     def swaps_of_groups(self, swaps: int, at: int) -> list[int]:
         """Swaps of each group: equal shares. The remainder goes to consecutive groups; the first differs by step."""

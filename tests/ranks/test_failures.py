@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -65,15 +66,35 @@ def test_error_of_one_rank_is_raised_by_all(two_ranks: RankProcesses, failure: s
 
 def test_rank_that_ends_is_missed(two_ranks: RankProcesses) -> None:
     other, _ = messages(two_ranks.outcomes(train_and, "exit", timeout=60))
-    assert "step 1" in other
-    assert "gone" in other
+    assert "step 1: rank 1 is gone" in other
+    assert "all ranks were last together where each calls step() in step 0" in other
 
 
+@pytest.mark.tier2
 def test_rank_that_hangs_is_missed(two_ranks: RankProcesses) -> None:
     other, late = messages(two_ranks.outcomes(train_and, "hang", timeout=60))
     assert "late" in late
-    assert "step 1" in other
-    assert f"within {SECONDS:g} s" in other
+    assert f"step 1: rank 1 is gone, or not there within {SECONDS:g} s" in other
+
+
+def killed(rank: int) -> None:
+    """Rank 2 of four is killed in its third step."""
+    model = uneven()
+    optimizer = on_ranks(model, **ALL_POLICIES["zero_offload"])
+    for step in range(4):
+        if step == 2 and rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.tier2
+def test_killed_rank_is_named_by_all_others(four_ranks: RankProcesses) -> None:
+    outcomes = four_ranks.outcomes(killed, timeout=60)
+    for text in messages([outcome for rank, outcome in enumerate(outcomes) if rank != 2]):
+        assert "step 2: rank 2 is gone" in text
+        assert "where each calls step() in step 1" in text
 
 
 def test_skipped_step_raises_on_all(two_ranks: RankProcesses) -> None:

@@ -80,7 +80,8 @@ def cut(items: Sequence[_T], bytes_of: Sequence[int], dtypes: Sequence[torch.dty
 _SPIN_SECONDS = 1e-3  # a message of a machine's own ranks comes in less
 _SLEEP_SECONDS = 2e-4
 _LOOK_SECONDS = 0.2  # between looks for failed ranks
-_FAILED = "failed"
+_COME_SECONDS = 2.0  # for which a rank that waits for one that is gone looks which others wait, too
+_FAILED, _MISSED, _WAITS = "failed", "missed", "waits "  # keys of the store
 _HEADER = 9  # bytes of a message in front of its content: the call, and the step
 _ROOM = 1024
 
@@ -210,6 +211,7 @@ class RankGroup:
         self._store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
         self.failed = False
         self._room = _ROOM
+        self._together = "creates its optimizer"  # the last call that all ranks were in
 
     def _new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
         of_all = len(ranks) == dist.get_world_size()
@@ -317,6 +319,7 @@ class RankGroup:
         for rank, row in enumerate(rows):
             if row[:_HEADER] != header:
                 self._refuse_other_call(call, rank, row)
+        self._together = f"{call.value} in step {self.step}"
         return [row[_HEADER : _HEADER + len(content)] for row in rows]
 
     def gather_texts(self, call: Call, text: str) -> list[str]:
@@ -366,6 +369,12 @@ class RankGroup:
             self.announce(f"{type(error).__name__}: {error}")
             raise
 
+    def _notes(self, keys: list[str]) -> bool:
+        """Return whether all of ``keys`` are in the store; False if nothing can be read any more."""
+        with suppress(dist.DistError):
+            return bool(self._store.check(keys))
+        return False
+
     def _raise_failure_of_others(self) -> None:
         with suppress(dist.DistError):
             if not self.failed and self._store.check([_FAILED]):
@@ -374,17 +383,34 @@ class RankGroup:
                 raise RankError(f"rank {rank} failed in or after step {self.step}: {text}")
 
     def _wait(self, work: dist.Work, what: str, *, polls: bool) -> None:
-        if polls:
-            with self.recorder.stall(True, param=OTHER_RANKS, on_host=True):
-                self._poll(work)
         try:
+            if polls:
+                with self.recorder.stall(True, param=OTHER_RANKS, on_host=True):
+                    self._poll(work)
             work.wait()
+        except RankError:
+            raise
         except RuntimeError as error:
             self._raise_failure_of_others()
             raise RankError(
-                f"step {self.step}: a rank is gone, or has not come within {self._timeout.total_seconds():g} s; rank "
-                f"{self.message_rank} waited for {what}: {error}"
+                f"step {self.step}: {self._absent()} gone, or not there within {self._timeout.total_seconds():g} s; "
+                f"all ranks were last together where each {self._together}. Rank {self.message_rank} waited for "
+                f"{what}: {error}"
             ) from error
+
+    def _absent(self) -> str:
+        """Say which ranks do not wait for others as this one does: ``rank 3 is``. Nothing is sent from here on."""
+        self.failed = True
+        absent = [rank for rank in range(self.message_size) if rank != self.message_rank]
+        with suppress(Exception):  # the process that has the store may be gone
+            self._store.set(f"{_WAITS}{self.message_rank}", "")
+            self._store.set(_MISSED, "")  # those that wait for others than the one that is gone notice it by this
+            begin = time.monotonic()
+            while absent and time.monotonic() - begin < _COME_SECONDS:
+                time.sleep(_LOOK_SECONDS)
+                absent = [rank for rank in absent if not self._notes([f"{_WAITS}{rank}"])]
+        names = ", ".join(map(str, absent))
+        return f"ranks {names} are" if len(absent) > 1 else f"rank {names} is" if absent else "a rank is"
 
     def _poll(self, work: dist.Work) -> None:
         begin = looked = time.monotonic()
@@ -393,6 +419,8 @@ class RankGroup:
             if now - looked > _LOOK_SECONDS:
                 looked = now
                 self._raise_failure_of_others()
+                if self._notes([_MISSED]):
+                    raise RuntimeError("another rank has missed one")
             if now - begin > _SPIN_SECONDS:
                 time.sleep(_SLEEP_SECONDS)
 
