@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks.models import ALL_POLICIES, WINDOWED, backward, difference, optimizer_over, train, uneven
@@ -27,8 +28,9 @@ from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradien
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.agreement import agreed
 from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup
-from zenflow_compile.runtime.sharding import Sharding
+from zenflow_compile.runtime.sharding import LocalShard, Sharding
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
+from zenflow_compile.runtime.step.one_rank import total_norm
 from zenflow_compile.runtime.step.rank_calls import ShardCalls, StepMessages
 from zenflow_compile.runtime.step.schedule import Schedule
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
@@ -155,21 +157,26 @@ def _unawaited(method: Any) -> Any:
     return defect
 
 
-def _own_parts(self: ShardCalls, parts: Tensor, whole: Tensor | None) -> Tensor:
+def _own_parts(
+    self: ShardCalls, norms: Sequence[Tensor], params: Sequence[nn.Parameter], device: torch.device
+) -> Tensor:
     """Each rank clips by the norm of its own parts."""
-    squares = parts.square()
-    return (squares if whole is None else squares + whole.square()).sqrt()
+    return total_norm(norms, device)
 
 
-def _parts_only(self: ShardCalls, parts: Tensor, whole: Tensor | None) -> Tensor:
+def _parts_only(
+    self: ShardCalls, norms: Sequence[Tensor], params: Sequence[nn.Parameter], device: torch.device
+) -> Tensor:
     """Parameters that are not sharded do not count."""
-    return _NORM_OF(self, parts, None)
+    parts = [(norm, param) for norm, param in zip(norms, params, strict=True) if isinstance(param, LocalShard)]
+    return _NORM_OF(self, [norm for norm, _ in parts], [param for _, param in parts], device)
 
 
-def _whole_on_each_rank(self: ShardCalls, parts: Tensor, whole: Tensor | None) -> Tensor:
+def _whole_on_each_rank(
+    self: ShardCalls, norms: Sequence[Tensor], params: Sequence[nn.Parameter], device: torch.device
+) -> Tensor:
     """Parameters that are not sharded count as often as there are ranks."""
-    assert whole is not None
-    return _NORM_OF(self, (parts.square() + whole.square()).sqrt(), None)
+    return self.group.all_reduce(total_norm(norms, device).square()).wait("the norm of the gradients").sqrt_()
 
 
 _NORM_OF = ShardCalls.norm_of
