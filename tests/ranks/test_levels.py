@@ -22,7 +22,7 @@ from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.plan import GROUPS, dividing_ranks
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.ranks import agreement
-from zenflow_compile.runtime.ranks.agreement import levels_of_hosts
+from zenflow_compile.runtime.ranks.agreement import levels_of_hosts, levels_of_mesh
 from zenflow_compile.runtime.ranks.rank_group import Levels, meet
 
 pytestmark = pytest.mark.timeout(180)
@@ -166,20 +166,6 @@ def test_numbers_that_do_not_divide_warn_once(two_ranks: RankProcesses) -> None:
     assert second == []
 
 
-def refused(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
-    with mock.patch.object(agreement, "dividing_ranks", return_value=1):
-        ZenFlowAdamW(uneven().named_parameters(), process_group=mesh)
-
-
-def test_mesh_that_does_not_fit_is_refused(two_ranks: RankProcesses) -> None:
-    for text in messages(two_ranks.outcomes(refused)):
-        assert (
-            "its second dimension, over which the optimizer's state is divided, must have a size among 1, 2, 3, 4, 6"
-            in text
-        )
-
-
 def lonely(rank: int) -> None:
     if rank == 0:
         meet(dist.group.WORLD, [0, 1], "", timedelta(seconds=1))
@@ -189,3 +175,18 @@ def lonely(rank: int) -> None:
 def test_rank_that_does_not_come_is_named(two_ranks: RankProcesses) -> None:
     for text in messages(two_ranks.outcomes(lonely)):
         assert re.search(r"rank 1 has not created an optimizer within 1 s", text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "members", "across"),
+    [([[0, 1], [2, 3]], [0, 1], [1, 3]), ([[1, 0], [3, 2]], [0, 1], [1, 3]), ([[0, 2], [3, 1]], [1, 3], [0, 1])],
+)
+def test_rows_of_a_mesh_divide(rows: list[list[int]], members: list[int], across: list[int]) -> None:
+    assert levels_of_mesh(rows, 1) == Levels(members, across, [0, 1, 2, 3])
+
+
+def test_bad_meshes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a mesh of 1 times 5 ranks, .* must have a size among 1, 2, 3, 4, 6, 8, 12"):
+        levels_of_mesh([[0, 1, 2, 3, 4]], 1)
+    with pytest.raises(ValueError, match=r"does not hold this rank \(7\)"):
+        levels_of_mesh([[0, 1], [2, 3]], 7)

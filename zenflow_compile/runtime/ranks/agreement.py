@@ -72,7 +72,7 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
     if group is False:
         return None
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        levels = _levels_of_mesh(group)
+        levels = levels_of_mesh(group.mesh.tolist(), dist.get_rank())
         return RankGroup(group.get_group(1), device, levels) if group.size() > 1 else None
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -137,10 +137,13 @@ def levels_of_hosts(ranks: Sequence[int], hosts: Sequence[str], own: int) -> Lev
     return Levels(members, [replica[members.index(own)] for replica in replicas], sorted(ranks))
 
 
-def _levels_of_mesh(mesh: DeviceMesh) -> Levels:
-    """Those of a mesh of (replicas, ranks that divide a replica)."""
-    rows: list[list[int]] = mesh.mesh.tolist()
-    size, own = len(rows[0]), dist.get_rank()
+def levels_of_mesh(mesh: Sequence[Sequence[int]], own: int) -> Levels:
+    """Those of a mesh of ranks, of which each row divides a replica; ``own`` is one of them.
+
+    Raises ValueError if a row cannot divide it, or ``own`` is in none.
+    """
+    rows = [sorted(row) for row in mesh]  # as process groups have their ranks
+    size = len(rows[0])
     if dividing_ranks(size) != size:
         possible = [each for each in range(1, GROUPS[0] + 1) if GROUPS[0] % each == 0]
         raise ValueError(
