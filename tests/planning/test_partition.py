@@ -65,7 +65,7 @@ def test_shares_have_each_slice_once(policy: dict[str, object], ranks: int) -> N
                 assert len(groups) == share.groups, "a group is divided among ranks"
 
 
-def test_divisors_of_the_groups_divide_large_parameters_evenly() -> None:
+def test_divisors_of_the_groups_divide_evenly() -> None:
     options = Options.from_keywords(topk_ratio=0.1)
     specs = [ParamSpec("large", (4096, 4096), torch.bfloat16)]
     alone = make_plan(specs, options)
