@@ -70,7 +70,7 @@ def trained(rank: int, options: dict[str, Any], hosts: str, *, mesh: bool, compi
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
 @pytest.mark.parametrize("mesh", [False, True], ids=["machines", "mesh"])
-@pytest.mark.parametrize("hosts", ["aabb", "abcd"])
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abcd"])
 @pytest.mark.parametrize("name", ["exact", "re-selecting", "adaptive", "summed", "streamed", "zero_offload"])
 def test_four_ranks_equal_one(four_ranks: RankProcesses, name: str, hosts: str, mesh: bool, compiled: bool) -> None:
     options = {
