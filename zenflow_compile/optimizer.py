@@ -66,11 +66,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         foreach, fused: keywords of ``torch.optim.AdamW``, without effect: updates are always fused.
         amsgrad, capturable, differentiable: keywords of ``torch.optim.AdamW``, accepted only with values that have no
             effect: False and None.
-        process_group: the ranks that train this model together, as a process group or a 1-D device mesh: gradients are
-            averaged over them, and each rank has its share of the state and of the updates of offloaded parameters. All
-            ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
-            (DistributedDataParallel, ``all_reduce(p.grad)``). None: one process trains, or
-            ``fully_shard`` has sharded the model, which brings its ranks.
+        process_group: the ranks that train this model together, as a process group or a device mesh: gradients are
+            averaged over them, and each rank has its share of the state and of the updates of offloaded parameters.
+            The ranks of a machine, or of a row of a mesh of two dimensions, divide one copy; there is a copy for each.
+            All ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
+            (DistributedDataParallel, ``all_reduce(p.grad)``). None: one process trains, or ``fully_shard`` has sharded
+            the model, which brings its ranks.
         config: a DeepSpeed configuration, as a path or a dict, for everything that the other arguments leave out; see
             :func:`~zenflow_compile.options.deepspeed.read_deepspeed_config`.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`

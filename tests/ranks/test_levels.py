@@ -23,7 +23,7 @@ from zenflow_compile.planning.plan import GROUPS, dividing_ranks
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.ranks import agreement
 from zenflow_compile.runtime.ranks.agreement import levels_of_hosts, levels_of_mesh
-from zenflow_compile.runtime.ranks.rank_group import Levels, meet
+from zenflow_compile.runtime.ranks.rank_group import meet
 
 pytestmark = pytest.mark.timeout(180)
 EXACT = 1e-6
@@ -52,7 +52,9 @@ def test_most_ranks_that_groups_allow_divide(ranks: int, dividing: int) -> None:
 def test_machines_have_copies(hosts: str, members: list[int], across: list[int]) -> None:
     ranks = range(len(hosts))
     levels = levels_of_hosts(ranks, list(hosts), 1)
-    assert levels == Levels(members, across, list(ranks))
+    assert levels[:3] == (members, across, list(ranks))
+    assert members in levels.copies
+    assert sorted(rank for copy in levels.copies for rank in copy) == list(ranks)
     held = Counter(rank for own in ranks for rank in levels_of_hosts(ranks, list(hosts), own).members)
     assert set(held.values()) == {len(members)}, "each rank is in one copy"
 
@@ -67,7 +69,7 @@ def trained(rank: int, options: dict[str, Any], hosts: str, *, mesh: bool, compi
         return train(options, rank, ranks, steps=12, clip=0.1, compiled=compiled, group=group)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
 @pytest.mark.parametrize("mesh", [False, True], ids=["machines", "mesh"])
 @pytest.mark.parametrize("hosts", ["aaaa", "aabb", "abcd"])
@@ -92,6 +94,16 @@ def test_six_ranks_equal_one(six_ranks: RankProcesses, hosts: str) -> None:
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
     assert difference(results[0], train(options, steps=12, clip=0.1)) < EXACT
+
+
+def with_other_groups(rank: int, others: list[int]) -> None:
+    dist.new_group(others)  # as trainers make one of the first rank of each machine
+    trained(rank, ALL_POLICIES["zero_offload"], "aabb", mesh=False, compiled=False)
+
+
+@pytest.mark.parametrize("others", [[0], [0, 2], [0, 2, 3]], ids=str)
+def test_groups_of_the_users_change_nothing(four_ranks: RankProcesses, others: list[int]) -> None:
+    four_ranks.call(with_other_groups, others, timeout=60)
 
 
 WIDE = 768
@@ -162,7 +174,8 @@ def warned(rank: int) -> list[str]:
 def test_numbers_that_do_not_divide_warn_once(two_ranks: RankProcesses) -> None:
     first, second = two_ranks.call(warned)
     assert len(first) == 1
-    assert "1 of them divide the optimizer's state, and there are 2 copies" in first[0]
+    assert "2 copies of the optimizer's state, each divided by 1" in first[0]
+    assert "2 does not divide the 48 groups" in first[0]
     assert second == []
 
 
@@ -182,7 +195,7 @@ def test_rank_that_does_not_come_is_named(two_ranks: RankProcesses) -> None:
     [([[0, 1], [2, 3]], [0, 1], [1, 3]), ([[1, 0], [3, 2]], [0, 1], [1, 3]), ([[0, 2], [3, 1]], [1, 3], [0, 1])],
 )
 def test_rows_of_a_mesh_divide(rows: list[list[int]], members: list[int], across: list[int]) -> None:
-    assert levels_of_mesh(rows, 1) == Levels(members, across, [0, 1, 2, 3])
+    assert levels_of_mesh(rows, 1)[:3] == (members, across, [0, 1, 2, 3])
 
 
 def test_bad_meshes_are_refused() -> None:

@@ -22,7 +22,7 @@ from zenflow_compile.options.options import OFFLOAD_DEVICES, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 
-FORMAT = 8
+FORMAT = 9
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """The entries of torch.optim.AdamW."""
 

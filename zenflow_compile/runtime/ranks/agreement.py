@@ -100,11 +100,16 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
     ranks = sorted(dist.get_process_group_ranks(group))
     hosts = meet(group, ranks, host_of_process(), torch_private.group_timeout(group, device))
     levels = levels_of_hosts(ranks, hosts, dist.get_rank())
-    if len(levels.members) < min(hosts.count(host) for host in hosts) and dist.get_rank(group) == 0:
+    counts = sorted({hosts.count(host) for host in hosts})
+    if len(levels.members) < counts[-1] and dist.get_rank(group) == 0:
+        reason = (
+            f"{counts[0]} does not divide the {GROUPS[0]} groups in which slices are selected"
+            if len(counts) == 1
+            else f"machines have {' and '.join(map(str, counts))} ranks, and all copies have one size"
+        )
         warnings.warn(
-            f"process_group has {len(ranks)} ranks, which the {GROUPS[0]} groups of a parameter's slices do not divide "
-            f"into: {len(levels.members)} of them divide the optimizer's state, and there are {len(levels.across)} "
-            f"copies of it; numbers of ranks of a machine that divide {GROUPS[0]} need one",
+            f"the {len(ranks)} ranks of process_group have {len(levels.across)} copies of the optimizer's state, each "
+            f"divided by {len(levels.members)}, so a machine has several: {reason}",
             UserWarning,
             stacklevel=user_stacklevel(),
         )
@@ -134,7 +139,7 @@ def levels_of_hosts(ranks: Sequence[int], hosts: Sequence[str], own: int) -> Lev
     size = dividing_ranks(math.gcd(*map(len, of_host.values())))
     replicas = [each[first : first + size] for each in of_host.values() for first in range(0, len(each), size)]
     members = next(replica for replica in replicas if own in replica)
-    return Levels(members, [replica[members.index(own)] for replica in replicas], sorted(ranks))
+    return Levels(members, [replica[members.index(own)] for replica in replicas], sorted(ranks), replicas)
 
 
 def levels_of_mesh(mesh: Sequence[Sequence[int]], own: int) -> Levels:
@@ -154,7 +159,7 @@ def levels_of_mesh(mesh: Sequence[Sequence[int]], own: int) -> Levels:
     if members is None:
         raise ValueError(f"process_group does not hold this rank ({own}); create the optimizer on its ranks")
     place = members.index(own)
-    return Levels(members, [row[place] for row in rows], sorted(rank for row in rows for rank in row))
+    return Levels(members, [row[place] for row in rows], sorted(rank for row in rows for rank in row), rows)
 
 
 def agreed(

@@ -139,11 +139,13 @@ class Levels(NamedTuple):
         members: divide the parameters among themselves, or have shards of them, in this order.
         across: each have the share of this one, and average it; this one alone where nothing is to be averaged.
         everyone: agree on all that they do, by messages.
+        copies: the ``members`` of each copy, in the same order on all ranks; empty where nothing is to be averaged.
     """
 
     members: Sequence[int]
     across: Sequence[int]
     everyone: Sequence[int]
+    copies: Sequence[Sequence[int]] = ()
 
 
 class RankError(RuntimeError):
@@ -196,7 +198,7 @@ class RankGroup:
         self.number = next(_numbers)
         self.step = 0
         self.recorder = Recorder()
-        own, (members, across, everyone) = dist.get_rank(), levels
+        own, (members, across, everyone, copies) = dist.get_rank(), levels
         self.rank, self.size = members.index(own), len(members)
         self.replica, self.replicas = across.index(own), len(across)
         self.message_rank, self.message_size = everyone.index(own), len(everyone)
@@ -204,25 +206,40 @@ class RankGroup:
         self._timeout = torch_private.group_timeout(group, device)
         self._to_close: list[dist.ProcessGroup] = []
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
-        self._data, self._messages = self._new_group(members, backend), self._new_group(everyone, "gloo")
-        self._across = self._sums = self._data
+        self._messages = self._new_group([everyone], "gloo")
+        self._data = self._across = self._sums = self._new_group(copies or [members], backend)
         if self.replicas > 1:
-            self._across, self._sums = self._new_group(across, backend), self._new_group(everyone, backend)
+            self._across = self._new_group(list(zip(*copies, strict=True)), backend)
+            self._sums = self._new_group([everyone], backend)
         self._store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
         self.failed = False
         self._room = _ROOM
         self._together = "creates its optimizer"  # the last call that all ranks were in
 
-    def _new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
-        of_all = len(ranks) == dist.get_world_size()
-        made: dist.ProcessGroup = dist.new_group(
-            sorted(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=not of_all
-        )
-        # Hazard: groups that are made by their own ranks alone are named after these, and a second one of the same name
-        # would find the dead addresses of the first in the store. So they are not given back.
-        if of_all:
-            self._to_close.append(made)
-        return made
+    def _new_group(self, groups: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
+        """Make that of ``groups``, which have no rank in common, that has this rank.
+
+        Hazard: a group that is made by its own ranks alone is named after these and the number of groups that each of
+        them is in: ranks with other groups of the user's would never meet. So all ranks make all groups, if they are
+        here. One that its own ranks have made is not given back, since a second one of the same name would find the
+        dead addresses of the first in the store.
+        """
+        by_all = sum(map(len, groups)) == dist.get_world_size()
+        own = [ranks for ranks in groups if dist.get_rank() in ranks]
+        made: list[dist.ProcessGroup] = [
+            group
+            for ranks in (groups if by_all else own)
+            if isinstance(
+                group := dist.new_group(
+                    sorted(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=not by_all
+                ),
+                dist.ProcessGroup,
+            )
+        ]
+        (found,) = made
+        if by_all:
+            self._to_close.append(found)
+        return found
 
     def divided(self, plan: Plan) -> Plan:
         """``plan``, which has no parameters yet, for this rank."""

@@ -37,7 +37,7 @@ class SeveralRanks(OneRank):
 
     def __init__(self, group: RankGroup, registry: ParamRegistry, recorder: Recorder) -> None:
         self.group = group
-        self.rank = group.rank
+        self.rank = group.message_rank
         group.recorder = recorder
         self._registry = registry
         self.messages = StepMessages(group, registry)
