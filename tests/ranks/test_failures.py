@@ -131,7 +131,7 @@ def test_failed_backward_of_one_rank_stops_all(two_ranks: RankProcesses, by_mode
 
 
 def closed(rank: int) -> None:
-    group = RankGroup(dist.group.WORLD, torch.device("cpu"), Levels([0, 1], [rank], [0, 1]))
+    group = RankGroup(dist.group.WORLD, torch.device("cpu"), Levels([[0, 1]], [0, 1]))
     group.exchange(Call.CLOSE)  # else one rank may close while the other one connects to it
     group.close()
     group.close()

@@ -35,7 +35,7 @@ def exchanged(rank: int) -> dict[str, Any]:
     """What each collective brings to a rank of the second shard group, and of the first one."""
     mesh = mesh_of_four()
     group = RankGroup(
-        mesh.get_group(1), torch.device("cpu"), Levels([first := rank - rank % 2, first + 1], [rank], range(RANKS))
+        mesh.get_group(1), torch.device("cpu"), Levels([[first := rank - rank % 2, first + 1]], range(RANKS))
     )
     own = torch.tensor([float(rank)])
     found = {

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.ranks.models import ALL_POLICIES, OFFLOAD, WINDOWED, difference, train, uneven
 from tests.support.rank_processes import RankProcesses, messages
@@ -23,7 +23,7 @@ from zenflow_compile.planning.plan import GROUPS, dividing_ranks
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.ranks import agreement
 from zenflow_compile.runtime.ranks.agreement import levels_of_hosts, levels_of_mesh
-from zenflow_compile.runtime.ranks.rank_group import meet
+from zenflow_compile.runtime.ranks.rank_group import Levels, meet
 
 pytestmark = pytest.mark.timeout(180)
 EXACT = 1e-6
@@ -39,24 +39,18 @@ def test_most_ranks_that_groups_allow_divide(ranks: int, dividing: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "members", "across"),
+    ("hosts", "copies"),
     [
-        ("aaaa", [0, 1, 2, 3], [1]),
-        ("aabb", [0, 1], [1, 3]),
-        ("abab", [1, 3], [0, 1]),  # rank 1 is the first one of its machine, as rank 0 is
-        ("aaabbb", [0, 1, 2], [1, 4]),
-        ("aaaabb", [0, 1], [1, 3, 5]),  # machines with other numbers of ranks have copies of one size
-        ("aaaaa", [1], [0, 1, 2, 3, 4]),
+        ("aaaa", [[0, 1, 2, 3]]),
+        ("aabb", [[0, 1], [2, 3]]),
+        ("abab", [[0, 2], [1, 3]]),
+        ("aaabbb", [[0, 1, 2], [3, 4, 5]]),
+        ("aaaabb", [[0, 1], [2, 3], [4, 5]]),  # machines with other numbers of ranks have copies of one size
+        ("aaaaa", [[0], [1], [2], [3], [4]]),
     ],
 )
-def test_machines_have_copies(hosts: str, members: list[int], across: list[int]) -> None:
-    ranks = range(len(hosts))
-    levels = levels_of_hosts(ranks, list(hosts), 1)
-    assert levels[:3] == (members, across, list(ranks))
-    assert members in levels.copies
-    assert sorted(rank for copy in levels.copies for rank in copy) == list(ranks)
-    held = Counter(rank for own in ranks for rank in levels_of_hosts(ranks, list(hosts), own).members)
-    assert set(held.values()) == {len(members)}, "each rank is in one copy"
+def test_machines_have_copies(hosts: str, copies: list[list[int]]) -> None:
+    assert levels_of_hosts(range(len(hosts)), list(hosts)) == Levels(copies, list(range(len(hosts))))
 
 
 def trained(rank: int, options: dict[str, Any], hosts: str, *, mesh: bool, compiled: bool) -> list[torch.Tensor]:
@@ -191,15 +185,31 @@ def test_rank_that_does_not_come_is_named(two_ranks: RankProcesses) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "members", "across"),
-    [([[0, 1], [2, 3]], [0, 1], [1, 3]), ([[1, 0], [3, 2]], [0, 1], [1, 3]), ([[0, 2], [3, 1]], [1, 3], [0, 1])],
+    ("rows", "copies"),
+    [
+        ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+        ([[1, 0], [3, 2]], [[0, 1], [2, 3]]),  # as the ranks of process groups are ordered
+        ([[0, 2], [3, 1]], [[0, 2], [1, 3]]),
+    ],
 )
-def test_rows_of_a_mesh_divide(rows: list[list[int]], members: list[int], across: list[int]) -> None:
-    assert levels_of_mesh(rows, 1)[:3] == (members, across, [0, 1, 2, 3])
+def test_rows_of_a_mesh_divide(rows: list[list[int]], copies: list[list[int]]) -> None:
+    assert levels_of_mesh(rows) == Levels(copies, [0, 1, 2, 3])
 
 
 def test_bad_meshes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a mesh of 1 times 5 ranks, .* must have a size among 1, 2, 3, 4, 6, 8, 12"):
-        levels_of_mesh([[0, 1, 2, 3, 4]], 1)
-    with pytest.raises(ValueError, match=r"does not hold this rank \(7\)"):
-        levels_of_mesh([[0, 1], [2, 3]], 7)
+        levels_of_mesh([[0, 1, 2, 3, 4]])
+
+
+def outside(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [[0, 1]])
+    model = uneven()
+    if rank < 2:
+        ZenFlowAdamW(model.named_parameters(), process_group=mesh).close()
+        return
+    with pytest.raises(ValueError, match=r"does not hold this rank \(2\)"):
+        ZenFlowAdamW(model.named_parameters(), process_group=mesh)
+
+
+def test_rank_outside_of_a_mesh_is_refused(three_ranks: RankProcesses) -> None:
+    three_ranks.call(outside)

@@ -68,9 +68,9 @@ def group_count(slices: int, k: int) -> int:
 
 
 def dividing_ranks(ranks: int) -> int:
-    """How many of ``ranks`` that are near each other divide a model: the most of which each has as much.
+    """Return how many of the ``ranks`` of a machine divide a copy of a model's state: the most that divide its groups.
 
-    The others have copies of its state.
+    The other ranks have further copies.
     """
     return max(each for each in range(1, ranks + 1) if ranks % each == 0 and GROUPS[0] % each == 0)
 
@@ -93,9 +93,9 @@ class Share:
 
     Attributes:
         whole: the plan of the whole parameter, as one device would have it.
-        rank: of this process among ``ranks``.
+        rank: of this process among the ``ranks`` that divide a copy of the state.
         parts: number of parts; it divides ``ranks``.
-        replica: number of these ranks among those that have copies of all shares.
+        replica: number of this copy.
     """
 
     whole: ParamPlan
@@ -148,16 +148,16 @@ class Share:
         several = rows.dim() - slices.dim() - 1
         return zip((even, slices[each * self.parts :]), self.of_parts(len(slices), rows, several), strict=False)
 
-    def of_parts(self, slices: int, rows: torch.Tensor, parts: int = 0) -> list[torch.Tensor]:
+    def of_parts(self, slices: int, rows: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
         """View what ``rows`` has of the first ``slices`` slices: as many of each part, and one more of the first parts.
 
         Args:
             rows: [parts, slices of the largest part, ...].
-            parts: the dimension of them, if it is not the first one.
+            dim: the dimension of the parts, if it is not the first one.
         """
         each, rest = divmod(slices, self.parts)
-        found = [rows.narrow(parts + 1, 0, each)]
-        return [*found, rows.narrow(parts, 0, rest).select(parts + 1, each)] if rest else found
+        found = [rows.narrow(dim + 1, 0, each)]
+        return [*found, rows.narrow(dim, 0, rest).select(dim + 1, each)] if rest else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -532,6 +532,13 @@ def shared_store(prefix: str) -> torch._C._distributed_c10d.Store:
     return torch._C._distributed_c10d.PrefixStore(prefix, store)
 
 
+def store_has(store: torch._C._distributed_c10d.Store, keys: list[str]) -> bool:
+    """Return whether all of ``keys`` are in the store; False if it can no longer be read."""
+    with suppress(torch.distributed.DistError):
+        return bool(store.check(keys))
+    return False
+
+
 def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta:
     """How long a collective of ``group`` waits for the other ranks."""
     return group._get_backend(device).options._timeout

@@ -56,8 +56,7 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
         if len(sharding.ranks) == 1:
             return None
         members = sorted(dist.get_process_group_ranks(sharding.group))
-        # FSDP2 averages gradients over replicas.
-        return RankGroup(sharding.group, device, Levels(members, [dist.get_rank()], sorted(sharding.ranks)))
+        return RankGroup(sharding.group, device, Levels([members], sorted(sharding.ranks)))
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(
@@ -72,7 +71,11 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
     if group is False:
         return None
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        levels = levels_of_mesh(group.mesh.tolist(), dist.get_rank())
+        levels = levels_of_mesh(group.mesh.tolist())
+        if dist.get_rank() not in levels.everyone:
+            raise ValueError(
+                f"process_group does not hold this rank ({dist.get_rank()}); create the optimizer on its ranks"
+            )
         return RankGroup(group.get_group(1), device, levels) if group.size() > 1 else None
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -99,21 +102,28 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
         return None
     ranks = sorted(dist.get_process_group_ranks(group))
     hosts = meet(group, ranks, host_of_process(), torch_private.group_timeout(group, device))
-    levels = levels_of_hosts(ranks, hosts, dist.get_rank())
+    levels = levels_of_hosts(ranks, hosts)
+    if dist.get_rank(group) == 0:
+        _warn_of_copies(levels, hosts)
+    return RankGroup(group, device, levels)
+
+
+def _warn_of_copies(levels: Levels, hosts: Sequence[str]) -> None:
+    """Warn if a machine has several copies of the state."""
     counts = sorted({hosts.count(host) for host in hosts})
-    if len(levels.members) < counts[-1] and dist.get_rank(group) == 0:
+    size = len(levels.copies[0])
+    if size < counts[-1]:
         reason = (
             f"{counts[0]} does not divide the {GROUPS[0]} groups in which slices are selected"
             if len(counts) == 1
             else f"machines have {' and '.join(map(str, counts))} ranks, and all copies have one size"
         )
         warnings.warn(
-            f"the {len(ranks)} ranks of process_group have {len(levels.across)} copies of the optimizer's state, each "
-            f"divided by {len(levels.members)}, so a machine has several: {reason}",
+            f"the {len(hosts)} ranks of process_group have {len(levels.copies)} copies of the optimizer's state, each "
+            f"divided by {size}, so a machine has several: {reason}",
             UserWarning,
             stacklevel=user_stacklevel(),
         )
-    return RankGroup(group, device, levels)
 
 
 def host_of_process() -> str:
@@ -123,30 +133,25 @@ def host_of_process() -> str:
     return socket.gethostname()
 
 
-def levels_of_hosts(ranks: Sequence[int], hosts: Sequence[str], own: int) -> Levels:
+def levels_of_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> Levels:
     """Divide a model among the ranks of a machine, as many as evenly have a part; others, and other machines, copy it.
 
     All machines have copies of one size, which the links inside of a machine serve: between machines only the mean of
     each share travels.
 
     Args:
-        hosts: of ``ranks``, which may have other numbers of them.
-        own: one of ``ranks``.
+        hosts: of each of ``ranks``. They may have different numbers of ranks.
     """
     of_host: dict[str, list[int]] = {}
     for rank, host in zip(ranks, hosts, strict=True):
         of_host.setdefault(host, []).append(rank)
     size = dividing_ranks(math.gcd(*map(len, of_host.values())))
-    replicas = [each[first : first + size] for each in of_host.values() for first in range(0, len(each), size)]
-    members = next(replica for replica in replicas if own in replica)
-    return Levels(members, [replica[members.index(own)] for replica in replicas], sorted(ranks), replicas)
+    copies = [each[first : first + size] for each in of_host.values() for first in range(0, len(each), size)]
+    return Levels(copies, sorted(ranks))
 
 
-def levels_of_mesh(mesh: Sequence[Sequence[int]], own: int) -> Levels:
-    """Those of a mesh of ranks, of which each row divides a replica; ``own`` is one of them.
-
-    Raises ValueError if a row cannot divide it, or ``own`` is in none.
-    """
+def levels_of_mesh(mesh: Sequence[Sequence[int]]) -> Levels:
+    """Divide a model among each row of a mesh of ranks; ValueError if one of so many ranks cannot divide it."""
     rows = [sorted(row) for row in mesh]  # as process groups have their ranks
     size = len(rows[0])
     if dividing_ranks(size) != size:
@@ -155,11 +160,7 @@ def levels_of_mesh(mesh: Sequence[Sequence[int]], own: int) -> Levels:
             f"process_group is a mesh of {len(rows)} times {size} ranks, and its second dimension, over which the "
             f"optimizer's state is divided, must have a size among {', '.join(map(str, possible))}"
         )
-    members = next((row for row in rows if own in row), None)
-    if members is None:
-        raise ValueError(f"process_group does not hold this rank ({own}); create the optimizer on its ranks")
-    place = members.index(own)
-    return Levels(members, [row[place] for row in rows], sorted(rank for row in rows for rank in row), rows)
+    return Levels(rows, sorted(rank for row in rows for rank in row))
 
 
 def agreed(

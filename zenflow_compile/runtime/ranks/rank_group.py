@@ -107,7 +107,7 @@ _MEETINGS = Counter[str]()
 
 
 def meet(group: dist.ProcessGroup, ranks: Sequence[int], text: str, timeout: timedelta) -> list[str]:
-    """Exchange texts with all ``ranks`` of ``group`` where they create their optimizers. Returns them in this order.
+    """Exchange texts with all ``ranks`` of ``group`` where they create their optimizers. Returns those of the ranks.
 
     Raises RankError if some do not come within ``timeout``.
     """
@@ -119,33 +119,31 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int], text: str, timeout: tim
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = [key for key in keys if not store.check([key])]
+        missing = [key for key in keys if not torch_private.store_has(store, [key])]
         raise RankError(
-            f"{ranks_text(missing)} not created an optimizer within {timeout.total_seconds():g} s, as rank "
+            f"{ranks_text(missing, 'has', 'have')} not created an optimizer within {timeout.total_seconds():g} s, as rank "
             f"{dist.get_rank()} has: all ranks of process_group do, in the same order"
         ) from error
     return [store.get(key).decode() for key in keys]
 
 
-def ranks_text(ranks: Sequence[object]) -> str:
-    """``rank 3 has`` or ``ranks 3, 5 have``."""
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+def ranks_text(ranks: Sequence[object], verb: str, plural: str) -> str:
+    """``rank 3 has`` or ``ranks 3, 5 have``; of none, of which nothing is known, ``a rank has``."""
+    names = ", ".join(map(str, ranks))
+    return f"ranks {names} {plural}" if len(ranks) > 1 else f"rank {names} {verb}" if ranks else f"a rank {verb}"
 
 
 class Levels(NamedTuple):
-    """Global ranks that train one model together, by what they do; this one is in all of them.
+    """Global ranks that train one model together, the same on all of them.
 
     Attributes:
-        members: divide the parameters among themselves, or have shards of them, in this order.
-        across: each have the share of this one, and average it; this one alone where nothing is to be averaged.
-        everyone: agree on all that they do, by messages.
-        copies: the ``members`` of each copy, in the same order on all ranks; empty where nothing is to be averaged.
+        copies: the ranks that divide a copy of the model's state, in this order, for each copy that takes part in means
+            of shares. Of a sharded model this rank's replica alone: FSDP2 averages over replicas.
+        everyone: ranks that agree on all that they do, by messages.
     """
 
-    members: Sequence[int]
-    across: Sequence[int]
+    copies: Sequence[Sequence[int]]
     everyone: Sequence[int]
-    copies: Sequence[Sequence[int]] = ()
 
 
 class RankError(RuntimeError):
@@ -187,8 +185,8 @@ class RankGroup:
         levels: which of its ranks, or of further replicas of a sharded model, do what.
 
     Attributes:
-        rank: of this process; size: number of ranks; both among those that divide parameters, or have their shards.
-        replica, replicas: the same among those that have the same share.
+        rank: of this process; size: number of ranks; both among those of its copy, which divide parameters.
+        replica, replicas: the same among those that have its share.
         message_rank, message_size: the same among all.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
@@ -198,16 +196,17 @@ class RankGroup:
         self.number = next(_numbers)
         self.step = 0
         self.recorder = Recorder()
-        own, (members, across, everyone, copies) = dist.get_rank(), levels
+        own, (copies, everyone) = dist.get_rank(), levels
+        self.replica, self.replicas = next(place for place, copy in enumerate(copies) if own in copy), len(copies)
+        members = copies[self.replica]
         self.rank, self.size = members.index(own), len(members)
-        self.replica, self.replicas = across.index(own), len(across)
         self.message_rank, self.message_size = everyone.index(own), len(everyone)
         self._rows = [everyone.index(member) for member in members]  # of this group, in what messages gather
         self._timeout = torch_private.group_timeout(group, device)
         self._to_close: list[dist.ProcessGroup] = []
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
         self._messages = self._new_group([everyone], "gloo")
-        self._data = self._across = self._sums = self._new_group(copies or [members], backend)
+        self._data = self._across = self._sums = self._new_group(copies, backend)
         if self.replicas > 1:
             self._across = self._new_group(list(zip(*copies, strict=True)), backend)
             self._sums = self._new_group([everyone], backend)
@@ -225,21 +224,18 @@ class RankGroup:
         dead addresses of the first in the store.
         """
         by_all = sum(map(len, groups)) == dist.get_world_size()
-        own = [ranks for ranks in groups if dist.get_rank() in ranks]
-        made: list[dist.ProcessGroup] = [
-            group
-            for ranks in (groups if by_all else own)
-            if isinstance(
-                group := dist.new_group(
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            is_own = dist.get_rank() in ranks
+            if by_all or is_own:
+                made = dist.new_group(
                     sorted(ranks), timeout=self._timeout, backend=backend, use_local_synchronization=not by_all
-                ),
-                dist.ProcessGroup,
-            )
-        ]
-        (found,) = made
+                )
+                own = made if is_own else own
+        assert own is not None
         if by_all:
-            self._to_close.append(found)
-        return found
+            self._to_close.append(own)
+        return own
 
     def divided(self, plan: Plan) -> Plan:
         """``plan``, which has no parameters yet, for this rank."""
@@ -386,15 +382,9 @@ class RankGroup:
             self.announce(f"{type(error).__name__}: {error}")
             raise
 
-    def _notes(self, keys: list[str]) -> bool:
-        """Return whether all of ``keys`` are in the store; False if nothing can be read any more."""
-        with suppress(dist.DistError):
-            return bool(self._store.check(keys))
-        return False
-
     def _raise_failure_of_others(self) -> None:
         with suppress(dist.DistError):
-            if not self.failed and self._store.check([_FAILED]):
+            if not self.failed and torch_private.store_has(self._store, [_FAILED]):
                 rank, _, text = self._store.get(_FAILED).decode().partition("\n")
                 self.failed = True
                 raise RankError(f"rank {rank} failed in or after step {self.step}: {text}")
@@ -425,9 +415,8 @@ class RankGroup:
             begin = time.monotonic()
             while absent and time.monotonic() - begin < _COME_SECONDS:
                 time.sleep(_LOOK_SECONDS)
-                absent = [rank for rank in absent if not self._notes([f"{_WAITS}{rank}"])]
-        names = ", ".join(map(str, absent))
-        return f"ranks {names} are" if len(absent) > 1 else f"rank {names} is" if absent else "a rank is"
+                absent = [rank for rank in absent if not torch_private.store_has(self._store, [f"{_WAITS}{rank}"])]
+        return ranks_text(absent, "is", "are")
 
     def _poll(self, work: dist.Work) -> None:
         begin = looked = time.monotonic()
@@ -436,7 +425,7 @@ class RankGroup:
             if now - looked > _LOOK_SECONDS:
                 looked = now
                 self._raise_failure_of_others()
-                if self._notes([_MISSED]):
+                if torch_private.store_has(self._store, [_MISSED]):
                     raise RuntimeError("another rank has missed one")
             if now - begin > _SPIN_SECONDS:
                 time.sleep(_SLEEP_SECONDS)

@@ -296,7 +296,8 @@ class GradientReduction:
             bucket.start(self._device)
             self._sent += 1
         # Hazard: a rank that is in another call sends nothing, and notices at the message of this backward. So the host
-        # does not wait before that one, and the device is one bucket behind.
+        # does not wait before that one, and the device is one bucket behind. What goes across is received at the next
+        # look, so that it has begun by then.
         for bucket in self._buckets[self._received : max(0, self._sent - 1)]:
             if not bucket.ready:
                 break
