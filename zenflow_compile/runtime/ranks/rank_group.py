@@ -121,16 +121,16 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int], text: str, timeout: tim
     except RuntimeError as error:
         missing = [key for key in keys if not torch_private.store_has(store, [key])]
         raise RankError(
-            f"{ranks_text(missing, 'has', 'have')} not created an optimizer within {timeout.total_seconds():g} s, as rank "
-            f"{dist.get_rank()} has: all ranks of process_group do, in the same order"
+            f"{ranks_text(missing, 'has', 'have')} not created an optimizer within {timeout.total_seconds():g} s, as "
+            f"rank {dist.get_rank()} has: all ranks of process_group do, in the same order"
         ) from error
     return [store.get(key).decode() for key in keys]
 
 
-def ranks_text(ranks: Sequence[object], verb: str, plural: str) -> str:
+def ranks_text(numbers: Sequence[object], verb: str, plural: str) -> str:
     """``rank 3 has`` or ``ranks 3, 5 have``; of none, of which nothing is known, ``a rank has``."""
-    names = ", ".join(map(str, ranks))
-    return f"ranks {names} {plural}" if len(ranks) > 1 else f"rank {names} {verb}" if ranks else f"a rank {verb}"
+    names = ", ".join(map(str, numbers))
+    return f"ranks {names} {plural}" if len(numbers) > 1 else f"rank {names} {verb}" if numbers else f"a rank {verb}"
 
 
 class Levels(NamedTuple):
