@@ -34,7 +34,7 @@ from zenflow_compile.runtime.parameters.claim import Claim
 from zenflow_compile.runtime.parameters.host_weights import check_room
 from zenflow_compile.runtime.ranks.agreement import agreed, rank_group
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
-from zenflow_compile.runtime.sharding import local_part, refuse_sharded, sharding_of
+from zenflow_compile.runtime.sharding import local_parts, refuse_other_sharding, refuse_sharded, sharding_of
 from zenflow_compile.timeline import record_new_engine
 
 
@@ -137,6 +137,7 @@ class LazyEngine:
         earlier = _owners_of(params)
         freed = sum(each.host_bytes for each in earlier)
         try:
+            refuse_other_sharding(self.claim.params, params)
             named = _named(self._groups)[-1:]
             if engine is None:
                 self._check_plan([*self.claim.params, *params], freed=freed)
@@ -275,7 +276,7 @@ class LazyEngine:
         named = _named(self._groups)
         for first, stop in pairwise((0, *self._calls)):
             new = [pair for group in named[first:stop] for pair in group]
-            upto = [local_part(param) for param in params[: len(plan.params) + len(new)]]
+            upto = local_parts(params)[: len(plan.params) + len(new)]
             plan = checked_plan(plan, upto, new, self._options, freed=freed, processes=local_ranks().size)
 
 
@@ -365,10 +366,11 @@ def _named(groups: Sequence[dict[str, Any]]) -> list[list[tuple[str, Parameter]]
     Of a sharded parameter, the part that this rank has.
     """
     named: list[list[tuple[str, Parameter]]] = []
+    parts = iter(local_parts([param for group in groups for param in group["params"]]))
     first = 0
     for group in groups:
         names = group.get("param_names") or [f"param{first + offset}" for offset in range(len(group["params"]))]
-        named.append([(name, local_part(param)) for name, param in zip(names, group["params"], strict=True)])
+        named.append([(name, next(parts)) for name in names])
         first += len(names)
     return named
 

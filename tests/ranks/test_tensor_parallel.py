@@ -1,17 +1,19 @@
-"""FSDP2 beside tensor parallelism: it trains where tensor parallelism has one rank, and is refused elsewhere."""
+"""FSDP2 beside tensor and expert parallelism, which divide parameters before it: trains as AdamW, and resumes."""
 
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -26,37 +28,41 @@ pytestmark = pytest.mark.timeout(180)
 class Mlp(nn.Module):
     """A norm that tensor parallelism leaves alone, and two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(32)
-        self.up = nn.Linear(32, 66)
-        self.down = nn.Linear(66, 32)
+        self.up = nn.Linear(32, hidden)
+        self.down = nn.Linear(hidden, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def mlps() -> Any:
+def mlps(layers: str) -> Any:
     """The same weights at every call."""
     torch.manual_seed(0)
-    return nn.Sequential(Mlp(), Mlp())
+    return nn.Sequential(Mlp(68), Mlp(67 if layers == "uneven" else 66))
 
 
-def parallel(data: int, tensor: int, layers: str = "both") -> nn.Module:
-    """The model on a mesh of so many ranks in each dimension. The mesh of norms has the first one alone.
+BOTH: dict[str, ParallelStyle] = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+PLANS: dict[str, dict[str, ParallelStyle]] = {
+    "both": BOTH,
+    "uneven": BOTH,
+    "rows": {"down": RowwiseParallel(input_layouts=Replicate())},
+}
+"""Layers that are parallel. "uneven": with pieces of 34 and 33 features; "rows": the second one's input is divided."""
 
-    Args:
-        layers: that are parallel: "rows" is the second one of each block, whose input is divided.
-    """
-    model = mlps()
-    plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    if layers == "rows":
-        plan = {"down": RowwiseParallel(input_layouts=Replicate())}
-    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
+
+def parallel(shape: tuple[int, ...], layers: str = "both") -> nn.Module:
+    """The model on a mesh of so many ranks in each dimension; the first of three has replicas. That of norms has no
+    dimension of tensor parallelism."""
+    model = mlps(layers)
+    names = ("replicas", "data", "tensor")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for block in model:
-        parallelize_module(block, mesh["tensor"], plan)
-        fully_shard(block, mesh=mesh["data"])
-    sharded: nn.Module = fully_shard(model, mesh=mesh["data"])
+        parallelize_module(block, mesh["tensor"], PLANS[layers])
+        fully_shard(block, mesh=mesh[names[:-1]])
+    sharded: nn.Module = fully_shard(model, mesh=mesh[names[:-1]])
     return sharded
 
 
@@ -66,19 +72,36 @@ def backward(model: nn.Module, step: int, rank: int = 0, ranks: int = 1) -> None
     F.mse_loss(model(x), y).backward()
 
 
-def trained(rank: int, options: dict[str, Any], steps: int, *, saves: bool = False) -> list[Tensor]:
-    """The whole weights; of a run that saves its state in the middle, and goes on with it in a new model."""
-    model = parallel(2, 1)
+def trained(
+    rank: int,
+    shape: tuple[int, ...],
+    layers: str,
+    options: dict[str, Any],
+    steps: int,
+    resumes: str = "",
+) -> list[Tensor]:
+    """The whole weights. Ranks that differ by their place in the last dimension of the mesh have the same batch.
+
+    Args:
+        resumes: in the middle a new model goes on with the state, "in memory" or from a folder.
+    """
+    model = parallel(shape, layers)
+    tensor, ranks = shape[-1], torch.distributed.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
         optimizer = optimizer_over(model, options, folder)
         for step in range(steps):
-            if saves and step == steps // 2:
+            if resumes and step == steps // 2:
                 weights, state = get_state_dict(model, optimizer)
-                before, model = optimizer, parallel(2, 1)
+                if resumes != "in memory":
+                    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=resumes)
+                before, model = optimizer, parallel(shape, layers)
                 optimizer = optimizer_over(model, options, folder)
+                if resumes != "in memory":
+                    weights, state = get_state_dict(model, optimizer)
+                    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=resumes)
                 set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
                 before.close()  # changes the weights that were saved
-            backward(model, step, rank, 2)
+            backward(model, step, rank // tensor, ranks // tensor)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.flush()
@@ -87,9 +110,9 @@ def trained(rank: int, options: dict[str, Any], steps: int, *, saves: bool = Fal
     return found
 
 
-def of_adamw(steps: int, clip: float | None) -> list[Tensor]:
+def of_adamw(layers: str, steps: int, clip: float | None = None) -> list[Tensor]:
     """The weights of one process on the joint batch."""
-    model = mlps()
+    model = mlps(layers)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     for step in range(steps):
         backward(model, step)
@@ -100,33 +123,169 @@ def of_adamw(steps: int, clip: float | None) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
+def processes(request: pytest.FixtureRequest, ranks: int) -> RankProcesses:
+    found: RankProcesses = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[ranks])
+    return found
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [((1, 2), "both"), ((2, 1), "both"), ((2, 2), "uneven"), ((2, 2), "rows"), ((2, 1, 2), "both")],
+)
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_local_tensor_parallelism_equals_adamw(two_ranks: RankProcesses, policy: str, clip: float | None) -> None:
-    results = two_ranks.call(trained, ALL_POLICIES[policy] | {"max_grad_norm": clip}, 6)
+def test_pieces_equal_adamw(
+    request: pytest.FixtureRequest, policy: str, shape: tuple[int, ...], layers: str, clip: float | None
+) -> None:
+    options = ALL_POLICIES[policy] | {"max_grad_norm": clip}
+    results = processes(request, torch.Size(shape).numel()).call(trained, shape, layers, options, 6)
     assert_equal_ranks(results)
-    assert difference(results[0], of_adamw(6, clip)) < EXACT
+    assert difference(results[0], of_adamw(layers, 6, clip)) < EXACT
 
 
-@pytest.mark.parametrize("name", ["re-selecting", "late", "adaptive"])
-def test_local_tensor_parallelism_resumes(two_ranks: RankProcesses, name: str) -> None:
-    expected = two_ranks.call(trained, WINDOWED[name], 12)
-    found = two_ranks.call(trained, WINDOWED[name], 12, saves=True)
+@pytest.mark.parametrize("resumes", ["in memory", "from a folder"])
+@pytest.mark.parametrize(
+    ("shape", "layers"), [((2, 1), "both"), ((1, 2), "uneven"), ((2, 2), "both"), ((2, 2), "rows")]
+)
+@pytest.mark.parametrize("name", ["re-selecting", "late", "adaptive", "int8"])
+def test_windowed_pieces_resume(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, shape: tuple[int, ...], layers: str, resumes: str
+) -> None:
+    """Bit for bit, in the middle of update windows, and near to AdamW."""
+    runners = processes(request, torch.Size(shape).numel())
+    expected = runners.call(trained, shape, layers, WINDOWED[name], 12)
+    place = resumes if resumes == "in memory" else str(tmp_path)
+    found = runners.call(trained, shape, layers, WINDOWED[name], 12, place)
     assert_equal_ranks(found)
     assert difference(expected[0], found[0]) == 0.0
+    assert 0.0 < difference(found[0], of_adamw(layers, 12)) < 0.1
 
 
-def made(rank: int, data: int, tensor: int, layers: str) -> None:
-    optimizer_over(parallel(data, tensor, layers), ALL_POLICIES["zenflow"], "")
+def scores(rank: int) -> list[Tensor]:
+    """By which a rank selects slices of its pieces of the second layers."""
+    model = parallel((2, 2), "rows")
+    optimizer = optimizer_over(model, WINDOWED["re-selecting"], "")
+    for step in range(5):
+        backward(model, step, rank // 2, 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    named = zip(model.named_parameters(), optimizer.state_dict()["state"].values(), strict=True)
+    found = [entry["score"].to_local().clone() for (name, _), entry in named if name.endswith("down.weight")]
+    optimizer.close()
+    return found
 
 
-@pytest.mark.parametrize("layers", ["both", "rows"])
-@pytest.mark.parametrize(("data", "tensor"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
-def test_tensor_parallel_shards_are_refused(
-    request: pytest.FixtureRequest, data: int, tensor: int, layers: str
-) -> None:
-    """At construction, on all ranks."""
-    ranks: RankProcesses = request.getfixturevalue("two_ranks" if data * tensor == 2 else "four_ranks")
-    for text in messages(ranks.outcomes(made, data, tensor, layers)):
-        assert "as under tensor parallelism" in text
-        assert "process_group=torch.distributed.group.WORLD" in text
+def test_pieces_select_by_their_own_norms(four_ranks: RankProcesses) -> None:
+    """Ranks 0 and 2 have parts of each slice of one piece, and ranks 1 and 3 of the other one."""
+    found = four_ranks.call(scores)
+    assert_equal_ranks([found[0], found[2]])
+    assert_equal_ranks([found[1], found[3]])
+    assert len(found[0]) == 2
+    assert all(difference([first], [second]) > 1e-5 for first, second in zip(found[0], found[1], strict=True))
+
+
+def planned(rank: int, layers: str) -> list[Any]:
+    """How a rank plans whole parameters, or pieces."""
+    model = parallel((1, 2), layers)
+    optimizer = optimizer_over(model, WINDOWED["re-selecting"] | {"device_share": 0.5}, "")
+    backward(model, 0)
+    optimizer.step()
+    found = [(plan.whole.shape, plan.whole.placement, plan.whole.phase) for plan in optimizer.engine.plan.params]
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("layers", ["both", "uneven"])
+def test_ranks_plan_pieces_alike(two_ranks: RankProcesses, layers: str) -> None:
+    first, second = two_ranks.call(planned, layers)
+    assert first == second
+
+
+class OwnExperts(nn.Module):
+    """Four experts, of which a rank of expert parallelism has two."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        weight = torch.randn(4, 32, 34) / 6
+        self.weight = nn.Parameter(weight if mesh is None else distribute_tensor(weight, mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return torch.tanh(x @ weight).mean(0)
+
+
+class Mixture(nn.Module):
+    """Experts, and a layer that all ranks have."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 34)
+        self.experts = OwnExperts(mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.router(x) + self.experts(x)
+        return found
+
+
+def mixture() -> nn.Module:
+    """On four ranks: the layer is sharded over all of them, and each pair of experts over two."""
+    torch.manual_seed(0)
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("of experts", "experts"))
+    model = Mixture(both["experts"])
+    fully_shard(model.experts, mesh=both["of experts"])
+    sharded: nn.Module = fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    return sharded
+
+
+def trained_mixture(rank: int, options: dict[str, Any] | None, steps: int, resumes: bool = False) -> list[Tensor]:
+    """The whole weights; of AdamW without options."""
+    model = mixture()
+    with tempfile.TemporaryDirectory() as folder:
+        optimizer = optimizer_over(model, options, folder)
+        for step in range(steps):
+            if resumes and step == steps // 2:
+                weights, state = get_state_dict(model, optimizer)
+                before, model = optimizer, mixture()
+                optimizer = optimizer_over(model, options, folder)
+                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+                before.close()
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x, y = torch.randn(6, 32, generator=generator), torch.randn(6, 34, generator=generator)
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if options is not None:
+            optimizer.flush()
+        found = whole(model)
+        if options is not None:
+            optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_experts_over_other_ranks_equal_adamw(four_ranks: RankProcesses, policy: str) -> None:
+    """In one optimizer, with parameters that are sharded over all ranks."""
+    results = four_ranks.call(trained_mixture, ALL_POLICIES[policy], 6)
+    assert_equal_ranks(results)
+    assert difference(results[0], four_ranks.call(trained_mixture, None, 6)[0]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["re-selecting", "late", "adaptive", "int8"])
+def test_windowed_experts_resume(four_ranks: RankProcesses, name: str) -> None:
+    expected = four_ranks.call(trained_mixture, WINDOWED[name], 12)
+    found = four_ranks.call(trained_mixture, WINDOWED[name], 12, True)
+    assert_equal_ranks(found)
+    assert difference(expected[0], found[0]) == 0.0
+    assert 0.0 < difference(found[0], four_ranks.call(trained_mixture, None, 12)[0]) < 0.1
+
+
+def adding(rank: int) -> None:
+    model = mixture()
+    assert isinstance(model, Mixture)
+    optimizer = optimizer_over(model.router, ALL_POLICIES["zenflow"], "")
+    optimizer.add_param_group({"params": list(model.experts.named_parameters("experts"))})
+
+
+def test_group_over_other_ranks_is_refused(four_ranks: RankProcesses) -> None:
+    for text in messages(four_ranks.outcomes(adding)):
+        assert "sharded over other ranks" in text

@@ -198,12 +198,16 @@ class Shard:
         divides_slices: a slice belongs to one rank; otherwise each rank has a part of every slice.
         counted: this rank counts in sums over ranks of selected slices: it selects among its own, or is the first one.
         ranks: that have parts.
+        members: numbers of these ranks in the run.
+        pieces: in which the model's parameter was divided before: ``whole`` is the plan of one of them.
     """
 
     whole: ParamPlan
     divides_slices: bool
     counted: bool
     ranks: int
+    members: tuple[int, ...] = ()
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,8 +306,10 @@ class ParamPlan:
 
     @property
     def selecting_ranks(self) -> int:
-        """Ranks that each select among their own slices; 1 if all select as one device would."""
-        return self.shard.ranks if self.shard is not None and self.shard.divides_slices else 1
+        """Ranks that each select among their own slices, or pieces; 1 if all select as one device would."""
+        if self.shard is None:
+            return 1
+        return self.shard.pieces * (self.shard.ranks if self.shard.divides_slices else 1)
 
     @property
     def most_swaps(self) -> int:

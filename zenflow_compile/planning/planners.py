@@ -46,11 +46,20 @@ class ShardedBy:
     Attributes:
         dim: the dimension.
         rank: of this process among ``ranks``.
+        members: numbers of these ``ranks`` in the run, ascending.
+        pieces: in which the model's parameter was divided before: this is one of them, by itself sharded like this.
+        uneven: the shape of this rank's piece, if not all have one shape; None if they have. ``ParamSpec.shape`` is
+            that of the largest one, so that all ranks plan alike.
+        repeated: a rank in front of this one, among all ranks of the optimizer, has the same part.
     """
 
     dim: int
     rank: int
     ranks: int
+    members: tuple[int, ...] = ()
+    pieces: int = 1
+    uneven: tuple[int, ...] | None = None
+    repeated: bool = False
 
     def part(self, size: int, rank: int | None = None) -> range:
         """The indices along the dimension, of ``size``, that a rank has, by default this one."""
@@ -58,9 +67,15 @@ class ShardedBy:
         number = self.rank if rank is None else rank
         return range(min(number * chunk, size), min((number + 1) * chunk, size))
 
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View what this rank has in a tensor of the parameter's shape."""
+        part = self.part(tensor.shape[self.dim])
+        return tensor.narrow(self.dim, part.start, len(part))
+
     def leaves_slices(self, shape: tuple[int, ...]) -> bool:
         """Whether each rank has slices of a parameter of this shape, so that its state may be divided by them."""
-        return self.dim < 2 and len(self.part(shape[self.dim], self.ranks - 1)) >= _LEAST_SLICES
+        even = self.uneven is None
+        return even and self.dim < 2 and len(self.part(shape[self.dim], self.ranks - 1)) >= _LEAST_SLICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,14 +529,24 @@ def _add_load(load: list[int], plan: ParamPlan, phase: int) -> None:
 # A model may be sharded already (FSDP2). Then each rank has consecutive rows or columns of a parameter, and updates
 # them. A row of a matrix that is sharded by rows belongs to one rank, which selects among its own. Of a column each
 # rank has a part: norms are added up over ranks, and all of them select the same columns.
+#
+# What tensor and expert parallelism divide beforehand are pieces, each of which is planned and selected in by itself.
 
 
 def shard_of(whole: ParamPlan, by: ShardedBy) -> ParamPlan:
     """The plan of the part that this rank has of a sharded parameter."""
-    own = by.part(whole.shape[by.dim])
-    shape = (*whole.shape[: by.dim], len(own), *whole.shape[by.dim + 1 :])
+    piece = by.uneven or whole.shape
+    own = by.part(piece[by.dim])
+    shape = (*piece[: by.dim], len(own), *piece[by.dim + 1 :])
     divides = whole.offloaded and by.dim == whole.dim
-    shard = Shard(whole=whole, divides_slices=divides, counted=divides or by.rank == 0, ranks=by.ranks)
+    shard = Shard(
+        whole=whole,
+        divides_slices=divides,
+        counted=(divides or by.rank == 0) and not by.repeated,
+        ranks=by.ranks,
+        members=by.members,
+        pieces=by.pieces,
+    )
     if not whole.offloaded:
         return replace(whole, shape=shape, shard=shard)
     inner = math.prod(whole.shape[by.dim + 1 :]) if by.dim == 1 else 1  # columns of the 2-D view for each index

@@ -7,7 +7,9 @@ engine serves the parts: to it each is an ordinary parameter, whose ``.grad`` is
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +22,58 @@ from zenflow_compile.torch_internals import torch_private
 
 
 class LocalShard(Parameter):
-    """The part of ``sharded``, a ``DTensor`` of the model, in the same memory."""
+    """The part of ``sharded``, a ``DTensor`` of the model, in the same memory.
+
+    Attributes:
+        by: how FSDP2 shards it.
+        pieces: how tensor and expert parallelism have divided it before, in this order; each piece is then sharded by
+            itself, and trained as a parameter.
+        mesh_dims: the dimensions of its mesh that belong to ``by``, and to ``pieces``.
+        planned_shape: what planning sees: the shape of the largest piece.
+    """
 
     sharded: Parameter
     by: ShardedBy
+    pieces: tuple[ShardedBy, ...]
+    mesh_dims: tuple[int, ...]
+    planned_shape: tuple[int, ...]
 
     @staticmethod
-    def of(param: Parameter, by: ShardedBy) -> LocalShard:
+    def of(param: Parameter, sharding: Sharding, everyone: Sequence[int]) -> LocalShard:
         shard: LocalShard = Tensor._make_subclass(LocalShard, torch_private.local_tensor(param), param.requires_grad)
-        shard.sharded, shard.by = param, by
+        pieces = tuple(sharding.along(param, dim) for dim in sharding.dims[1:])
+        largest, own = list(param.shape), list(param.shape)
+        for piece in pieces:
+            largest[piece.dim] = len(piece.part(largest[piece.dim], 0))
+            own[piece.dim] = len(piece.part(own[piece.dim]))
+        uneven = any(param.shape[piece.dim] % piece.ranks for piece in pieces)
+        shard.by = replace(
+            sharding.along(param, sharding.dims[0]),
+            members=sharding.members,
+            pieces=math.prod(piece.ranks for piece in pieces),
+            uneven=tuple(own) if uneven else None,
+            repeated=sharding.repeats(everyone),
+        )
+        shard.sharded, shard.pieces = param, pieces
+        shard.mesh_dims, shard.planned_shape = sharding.dims, tuple(largest)
         return shard
+
+    def entry(self, local: Tensor, shape: tuple[int, ...], dims: Sequence[int | None]) -> Tensor:
+        """A ``DTensor`` of ``shape`` over this rank's part of a tensor that is sharded like the parameter.
+
+        Args:
+            dims: the dimension of ``shape`` that each of ``mesh_dims`` shards; None: ranks have the same values.
+        """
+        of_mesh: list[int | None] = [None] * self.sharded.device_mesh.ndim  # type: ignore[attr-defined]
+        for place, dim in zip(self.mesh_dims, dims, strict=True):
+            of_mesh[place] = dim
+        return torch_private.sharded_along(self.sharded, local, shape, of_mesh, self.mesh_dims[0])
+
+    def piece_of(self, whole: Tensor) -> Tensor:
+        """View this rank's piece in a tensor of the shape of the model's parameter."""
+        for piece in self.pieces:
+            whole = piece.view(whole)
+        return whole
 
     @property
     def grad(self) -> Tensor | None:
@@ -73,6 +117,11 @@ def given(param: Parameter) -> Parameter:
     return param.sharded if isinstance(param, LocalShard) else param
 
 
+def planned_shape(param: Parameter) -> tuple[int, ...]:
+    """The shape that planning sees of ``param``: the same one on all ranks."""
+    return param.planned_shape if isinstance(param, LocalShard) else tuple(param.shape)
+
+
 def sharded_by(param: Tensor) -> ShardedBy | None:
     """How the model shards ``param``; None where it does not."""
     return param.by if isinstance(param, LocalShard) else None
@@ -85,32 +134,55 @@ ALTERNATIVE = (
 
 
 class Sharding(NamedTuple):
-    """The mesh of a sharded model, and the dimension over which it is sharded and not replicated."""
+    """How a parameter is sharded: over ``dims`` of a mesh. It is replicated over the others.
+
+    The first of ``dims`` is that of FSDP2, which puts its own in front of those of tensor and expert parallelism.
+    """
 
     mesh: DeviceMesh
-    dim: int
+    dims: tuple[int, ...]
 
     @property
     def group(self) -> torch.distributed.ProcessGroup:
-        """The ranks that have different parts."""
-        return self.mesh.get_group(self.dim)
+        """The ranks among which FSDP2 has sharded it."""
+        return self.mesh.get_group(self.dims[0])
 
     @property
-    def ranks(self) -> list[int]:
+    def members(self) -> tuple[int, ...]:
+        """The ranks of ``group``."""
+        return torch_private.ranks_of(self.group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
         """All ranks of the mesh: those of the replicas, too."""
-        ranks: list[int] = self.mesh.mesh.flatten().tolist()
-        return ranks
+        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
 
-    @property
-    def members(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks of ``group``, and all ranks: the same ones in meshes that differ by dimensions of one rank."""
-        return tuple(torch.distributed.get_process_group_ranks(self.group)), tuple(self.ranks)
+    def along(self, param: Parameter, dim: int) -> ShardedBy:
+        placement: Any = param.placements[dim]  # type: ignore[attr-defined]
+        return ShardedBy(placement.dim % param.dim(), self.mesh.get_local_rank(dim), self.mesh.size(dim))
+
+    def repeats(self, everyone: Sequence[int]) -> bool:
+        """Whether a rank in front of this one, among all ranks of the optimizer, has the same part."""
+        replicated = [dim for dim in range(self.mesh.ndim) if dim not in self.dims]
+        return everyone[0] not in self.ranks or any(self.mesh.get_local_rank(dim) for dim in replicated)
 
 
-def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
-    """The mesh over which ``params`` are sharded; None if none of them is.
+class ShardedModel(NamedTuple):
+    """Over which ranks the parameters of an optimizer are sharded.
 
-    Raises TypeError if they are sharded over several, or as ``refuse_sharded`` does.
+    Attributes:
+        groups: FSDP2's, that have this rank and shard parameters of it, in the order of the first of these.
+        everyone: all ranks that have a part of the model, or a copy.
+    """
+
+    groups: tuple[torch.distributed.ProcessGroup, ...]
+    everyone: tuple[int, ...]
+
+
+def sharding_of(params: Iterable[Tensor]) -> ShardedModel | None:
+    """Over which ranks ``params`` are sharded; None if none of them is.
+
+    Raises TypeError if no mesh has all ranks, or as ``refuse_sharded`` does.
     """
     sharded = [param for param in params if torch_private.is_dtensor(param)]
     found = {_sharding(param): None for param in sharded}
@@ -119,46 +191,45 @@ def sharding_of(params: Iterable[Tensor]) -> Sharding | None:
             "a parameter is a DTensor, and no module that fully_shard (FSDP2) has sharded has it, as under tensor "
             f"parallelism alone, or after the model was changed: its gradients would not be averaged; {ALTERNATIVE}"
         )
-    meshes = {each.members: each for each in found}
-    if len(meshes) > 1:
-        shown = ", ".join(str(each.mesh) for each in meshes.values())
+    if not found:
+        return None
+    largest = max(found, key=lambda each: len(each.ranks))  # the first of several
+    everyone = set(largest.ranks)
+    if apart := [each for each in found if not everyone.issuperset(each.ranks)]:
         raise TypeError(
-            f"parameters are sharded over {len(meshes)} meshes ({shown}); use one optimizer for the parameters of each "
-            "mesh"
+            f"parameters are sharded over meshes of other ranks, {largest.mesh} and {apart[0].mesh}, none of which has "
+            "all of them; use one optimizer for the parameters of each mesh"
         )
-    return next(iter(meshes.values()), None)
+    return ShardedModel(tuple({each.members: each.group for each in found}.values()), largest.ranks)
 
 
-def local_part(param: Parameter) -> Parameter:
-    """What this rank has of ``param``: a :class:`LocalShard`, or the parameter itself if it is not sharded."""
-    if not torch_private.is_dtensor(param):
-        return param
-    mesh, dim = _sharding(param)
-    placement: Any = param.placements[dim]  # type: ignore[attr-defined]
-    return LocalShard.of(param, ShardedBy(placement.dim % param.dim(), mesh.get_local_rank(dim), mesh.size(dim)))
+def local_parts(params: Sequence[Parameter]) -> list[Parameter]:
+    """What this rank has of all ``params`` of an optimizer: of a sharded one a :class:`LocalShard`."""
+    model = sharding_of(params)
+    return [
+        LocalShard.of(param, _sharding(param), model.everyone) if model and torch_private.is_dtensor(param) else param
+        for param in params
+    ]
 
 
 def _sharding(param: Any) -> Sharding:
     refuse_sharded([param])
-    return Sharding(param.device_mesh, _shard_dims(param)[0])
+    return Sharding(param.device_mesh, _shard_dims(param))
 
 
-def _shard_dims(param: Any) -> list[int]:
+def _shard_dims(param: Any) -> tuple[int, ...]:
     """The dimensions of its mesh over which a DTensor is not replicated."""
-    return [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
+    return tuple(dim for dim, placement in enumerate(param.placements) if not placement.is_replicate())
 
 
-def _is_served(param: Any) -> bool:
-    """Whether ``param`` is a DTensor in chunks over one dimension of its mesh.
-
-    It is replicated over the others, or they have one rank: tensor parallelism shards over a dimension behind that of
-    ``fully_shard``.
-    """
-    if not torch_private.is_dtensor(param):
-        return False
+def _refuse_placements(param: Any) -> None:
+    """Raise TypeError if a DTensor is not in chunks over some dimensions of its mesh, and replicated over others."""
     dims = _shard_dims(param)
-    in_chunks = all(type(param.placements[dim]).__name__ == "Shard" for dim in dims)
-    return bool(dims) and in_chunks and all(param.device_mesh.size(dim) == 1 for dim in dims[1:])
+    if not (dims and all(torch_private.is_shard(param.placements[dim]) for dim in dims)):
+        raise TypeError(
+            f"a parameter is a DTensor with placements {param.placements}; parameters in chunks over dimensions of "
+            f"their mesh are served: {ALTERNATIVE}"
+        )
 
 
 def leaves_a_rank_empty(slices: int, ranks: int) -> bool:
@@ -170,11 +241,7 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
     """Raise TypeError if a parameter is sharded in another way than by ``fully_shard``, or wraps other tensors."""
     for param in params:
         if torch_private.is_dtensor(param):
-            if not _is_served(param):
-                raise TypeError(
-                    f"a parameter is a DTensor with placements {param.placements}, as under tensor parallelism; "  # type: ignore[attr-defined]
-                    f"parameters in chunks over one dimension of their mesh are served: {ALTERNATIVE}"
-                )
+            _refuse_placements(param)
         elif torch_private.is_wrapper_subclass(param):
             raise TypeError(
                 f"a parameter is a {type(param).__name__}, a wrapper around other tensors that hold its memory; "
@@ -185,6 +252,15 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
                 "a parameter belongs to FullyShardedDataParallel, whose 1-D shards have no columns to select and "
                 f"would all stay on the device; {ALTERNATIVE}"
             )
+
+
+def refuse_other_sharding(params: Sequence[Tensor], added: Sequence[Tensor]) -> None:
+    """Raise ValueError if parameters that an optimizer of ``params`` gets are sharded over other ranks than these."""
+    if (now := sharding_of([*params, *added])) is not None and now != sharding_of(params):
+        raise ValueError(
+            "a param group that is added has parameters that are sharded over other ranks than those that the "
+            "optimizer has; give them to the optimizer when it is created, or to one of their own"
+        )
 
 
 def refuse_exchanged(params: Iterable[Tensor]) -> None:

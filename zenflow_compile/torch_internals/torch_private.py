@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import math
 import os
 import shlex
 import shutil
@@ -231,6 +232,16 @@ def local_tensor(sharded: Any) -> Tensor:
     return cast(Tensor, sharded._local_tensor)
 
 
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The ranks of a process group, ascending."""
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))
+
+
+def is_shard(placement: Any) -> bool:
+    """Whether a placement is in chunks, also if it is a dimension's of FSDP2 that tensor parallelism shards, too."""
+    return type(placement).__name__ in ("Shard", "_StridedShard")
+
+
 def sharded_as(like: Any, local: Tensor) -> Tensor:
     """A ``DTensor`` with the mesh, placements and shape of ``like`` over ``local``.
 
@@ -241,18 +252,26 @@ def sharded_as(like: Any, local: Tensor) -> Tensor:
     return cast(Tensor, DTensor(local, like._spec, requires_grad=False))  # type: ignore[no-untyped-call]
 
 
-def sharded_along(like: Any, local: Tensor, shape: tuple[int, ...], dim: int) -> Tensor:
-    """A ``DTensor`` of ``shape`` over ``local``, sharded along ``dim`` over the ranks that shard ``like``.
+def sharded_along(like: Any, local: Tensor, shape: tuple[int, ...], dims: Sequence[int | None], last: int) -> Tensor:
+    """A ``DTensor`` of ``shape`` over ``local``, sharded over the mesh of ``like``.
+
+    Args:
+        dims: the dimension of ``shape`` that each dimension of the mesh shards; None: it replicates.
+        last: the dimension of the mesh that shards what the others have sharded before, as that of FSDP2 does.
 
     ``local`` may be on the host also where the mesh is of devices; ``DTensor.from_local`` would move it there, and
     ``torch.distributed.checkpoint`` takes both.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    placements = tuple(Shard(dim) if each.is_shard() else each for each in like.placements)
+    placements: list[Any] = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    sizes = (like.device_mesh.size(place) for place, dim in enumerate(dims) if place != last and dim == dims[last])
+    if (dim := dims[last]) is not None and (pieces := math.prod(sizes)) > 1:
+        placements[last] = _StridedShard(dim, split_factor=pieces)
     stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(like.device_mesh, placements, TensorMeta(torch.Size(shape), stride, local.dtype))
+    spec = DTensorSpec(like.device_mesh, tuple(placements), TensorMeta(torch.Size(shape), stride, local.dtype))
     return cast(Tensor, DTensor(local, spec, requires_grad=False))  # type: ignore[no-untyped-call]
 
 

@@ -11,8 +11,10 @@ sides. A slice cannot change sides with gradients waiting in its update window, 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,16 +90,29 @@ def _gather_rows(plan: ParamPlan, own: Tensor, most: int, ranks: RankGroup) -> l
 
 
 def sharded_entry(plan: ParamPlan, param: LocalShard, entry: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Make DTensors of what this rank has of each entry. Scores and masks of divided slices are whole on each rank."""
+    """Make DTensors of what this rank has of each entry. Scores and masks of divided slices are whole on each rank.
+
+    An entry with a value for each slice has a second dimension, for pieces and parts of slices that have their own.
+    """
     found, shard = dict(entry), plan.shard
     assert shard is not None
+    shape = tuple(param.sharded.shape)
     for name, own in entry.items():
         if DENSE.fullmatch(name):
-            found[name] = torch_private.sharded_along(param.sharded, own, plan.whole.shape, param.by.dim)
-        elif PER_SLICE.fullmatch(name) and shard.divides_slices:
-            found[name] = torch_private.sharded_along(param.sharded, own, (plan.whole.slices, 1), 0)
-        elif SCALE.fullmatch(name):
-            found[name] = torch_private.sharded_along(param.sharded, own, (plan.slices, param.by.ranks), 1)
+            found[name] = param.entry(own, shape, [by.dim for by in (param.by, *param.pieces)])
+        elif PER_SLICE.fullmatch(name):
+            parts = 1 if SCALE.fullmatch(name) else None
+            dims = [
+                0 if shard.divides_slices else parts,
+                *(0 if piece.dim == plan.whole.dim else 1 for piece in param.pieces),
+            ]
+            sizes = [param.by.ranks, *(piece.ranks for piece in param.pieces)]
+            if any(dim is not None for dim in dims):
+                columns = math.prod(size for size, dim in zip(sizes, dims, strict=True) if dim == 1)
+                slices = plan.whole.slices
+                if 0 in dims[1:]:  # of all pieces
+                    slices = slices // plan.whole.shape[plan.whole.dim] * shape[plan.whole.dim]
+                found[name] = param.entry(own, (slices, columns), dims)
     return found
 
 
@@ -110,13 +125,15 @@ def local_entry(plan: ParamPlan, param: LocalShard, entry: Mapping[str, Any]) ->
             continue
         if torch_private.is_dtensor(value):
             found[name] = torch_private.local_tensor(value)
-        elif DENSE.fullmatch(name) and tuple(value.shape) == plan.whole.shape:
-            part = by.part(plan.whole.shape[by.dim])
-            found[name] = value.narrow(by.dim, part.start, len(part))
-        elif PER_SLICE.fullmatch(name) and shard.divides_slices:
-            inner = plan.whole.slices // plan.whole.shape[by.dim]
-            part = by.part(plan.whole.shape[by.dim])
-            found[name] = value[part.start * inner : part.stop * inner]
+        elif DENSE.fullmatch(name) and value.shape == param.sharded.shape:
+            found[name] = by.view(param.piece_of(value))
+        elif PER_SLICE.fullmatch(name) and value.dim() == 2 and value.shape[1] == 1:
+            # As [indices along the sharded dimension, slices for each index].
+            inner = plan.whole.slices // plan.whole.shape[plan.whole.dim]
+            of_indices = value.reshape(-1, inner)
+            for each in (*param.pieces, *([by] if shard.divides_slices else [])):
+                of_indices = replace(each, dim=0).view(of_indices) if each.dim == plan.whole.dim else of_indices
+            found[name] = of_indices.reshape(-1, 1)
     return found
 
 

@@ -114,7 +114,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
             continue  # get_optimizer_state_dict() leaves out those that take no gradient
         if isinstance(param := engine.params[index], LocalShard):
             param.follow()  # its weight is compared below, and may have been loaded as other memory
-            _check_model_shape(_Part(entries[index], repr(plan.name)), plan)
+            _check_model_shape(_Part(entries[index], repr(plan.name)), tuple(param.sharded.shape))
             entries[index] = local_entry(own, param, entries[index])
             plan = own
         _check_entries(engine, entries[index], plan)
@@ -219,7 +219,7 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
                 "which is not supported; load the state of one without amsgrad"
             )
         part.check_names(ADAMW)
-        _check_model_shape(part, plan)
+        _check_model_shape(part, tuple(engine.registry.given[index].shape))
         if isinstance(param := engine.params[index], LocalShard):
             own = engine.plan.params[index]
             entry = local_entry(own, param, entry)
@@ -243,7 +243,7 @@ def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) ->
     part = _Part(entry, repr(plan.name))
     if "plan" not in entry:
         part.refuse("no 'plan'")
-    _check_model_shape(part, plan)
+    _check_model_shape(part, plan.shape)
     _check_plan(engine, part, plan)
     if ("shortest_window" in entry) != engine.plan.adaptive:
         raise ValueError(
@@ -282,10 +282,10 @@ def _selected_by_others(entry: Mapping[str, Any], plan: ParamPlan) -> bool:
     return "selecting_ranks" in entry and int(entry["selecting_ranks"]) != plan.selecting_ranks
 
 
-def _check_model_shape(part: _Part, plan: ParamPlan) -> None:
-    if (shape := tuple(part.tensor("exp_avg").shape)) != plan.shape:
+def _check_model_shape(part: _Part, own: tuple[int, ...]) -> None:
+    if (shape := tuple(part.tensor("exp_avg").shape)) != own:
         raise ValueError(
-            f"the state dict has shape={list(shape)} for {part.name}, this optimizer {list(plan.shape)}; it "
+            f"the state dict has shape={list(shape)} for {part.name}, this optimizer {list(own)}; it "
             "belongs to another model: load it over parameters of that shape"
         )
 

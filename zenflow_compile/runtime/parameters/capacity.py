@@ -30,7 +30,7 @@ from zenflow_compile.runtime.host.cores import (
 )
 from zenflow_compile.runtime.nvme.cache import NO_CACHES, CacheBytes, cache_bytes
 from zenflow_compile.runtime.parameters.shared_memory import refuse_overlap
-from zenflow_compile.runtime.sharding import given, sharded_by
+from zenflow_compile.runtime.sharding import planned_shape, sharded_by
 
 
 def checked_plan(
@@ -76,7 +76,7 @@ def checked_plan(
 
 def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:
     return [
-        ParamSpec(name, tuple(given(p).shape), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p))
+        ParamSpec(name, planned_shape(p), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p))
         for name, p in named
     ]
 

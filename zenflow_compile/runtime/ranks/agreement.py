@@ -53,10 +53,9 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
                 "process_group is for models that are whole on each rank, and the parameters are sharded by "
                 "fully_shard, which averages gradients over its mesh; leave process_group out"
             )
-        if len(sharding.ranks) == 1:
+        if len(sharding.everyone) == 1:
             return None
-        members = sorted(dist.get_process_group_ranks(sharding.group))
-        return RankGroup(sharding.group, device, Levels([members], sorted(sharding.ranks)))
+        return RankGroup(sharding.groups[0], device, Levels([sharding.everyone], sharding.everyone, sharding.groups))
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(

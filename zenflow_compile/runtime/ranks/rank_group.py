@@ -138,12 +138,14 @@ class Levels(NamedTuple):
 
     Attributes:
         copies: the ranks that divide a copy of the model's state, in this order, for each copy that takes part in means
-            of shares. Of a sharded model this rank's replica alone: FSDP2 averages over replicas.
+            of shares. Of a sharded model, whose means are FSDP2's, all ranks.
         everyone: ranks that agree on all that they do, by messages.
+        shards: of a sharded model, FSDP2's groups that shard its parameters and have this rank.
     """
 
     copies: Sequence[Sequence[int]]
     everyone: Sequence[int]
+    shards: Sequence[dist.ProcessGroup] = ()
 
 
 class RankError(RuntimeError):
@@ -196,7 +198,7 @@ class RankGroup:
         self.number = next(_numbers)
         self.step = 0
         self.recorder = Recorder()
-        own, (copies, everyone) = dist.get_rank(), levels
+        own, (copies, everyone, shards) = dist.get_rank(), levels
         self.replica, self.replicas = next(place for place, copy in enumerate(copies) if own in copy), len(copies)
         members = copies[self.replica]
         self.rank, self.size = members.index(own), len(members)
@@ -210,6 +212,8 @@ class RankGroup:
         if self.replicas > 1:
             self._across = self._new_group(list(zip(*copies, strict=True)), backend)
             self._sums = self._new_group([everyone], backend)
+        # What FSDP2 sends through its groups has the same order on all their ranks, and so has what is added up.
+        self._shards = {torch_private.ranks_of(group): group for group in shards}
         self._store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
         self.failed = False
         self._room = _ROOM
@@ -281,14 +285,18 @@ class RankGroup:
         work = torch_private.start_all_gather(out.view(-1), block.view(-1), self._data)
         return Pending(work, out, self, (block,))
 
-    # Of these and their replicas.
-
     def mean_across(self, share: Tensor) -> Pending:
         """Start the mean of a share over the ranks that have it, in place."""
         return self._all_reduce(share, dist.ReduceOp.AVG, self._across)
 
+    def sum_of_shards(self, values: Tensor, members: tuple[int, ...]) -> Pending:
+        """Start the sum of ``values`` over the ranks that shard a parameter, in place."""
+        return self._all_reduce(values, dist.ReduceOp.SUM, self._shards[members])
+
+    # Of all ranks: of copies, replicas and pieces, too.
+
     def all_reduce(self, values: Tensor, *, mean: bool = False) -> Pending:
-        """Start the sum of ``values`` over all ranks, or their mean, in place; of a sharded model in each replica."""
+        """Start the sum of ``values`` over all ranks, or their mean, in place."""
         return self._all_reduce(values, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, self._sums)
 
     def _all_reduce(self, values: Tensor, op: Any, group: dist.ProcessGroup) -> Pending:

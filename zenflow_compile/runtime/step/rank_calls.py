@@ -304,21 +304,25 @@ class ShardCalls(SeveralRanks):
 
         All ranks give the same ``params``, which have a gradient.
         """
-        divided = [each for each in params if (shard := each.plan.shard) is not None and not shard.divides_slices]
-        divided = [each for each in divided if each.plan.selects]
+        divided: dict[tuple[int, ...], list[OffloadedParam]] = {}
+        for each in params:
+            if (shard := each.plan.shard) is not None and not shard.divides_slices and each.plan.selects:
+                divided.setdefault(shard.members, []).append(each)
         if not divided:
             return
         self._registry.gradients.measure()  # norms of this rank's parts, which ``.grad`` shows
-        norms = torch.cat([each.device.norms for each in divided])
-        sums = self.group.all_reduce(norms).wait("the norms of slices")
-        for each, part in zip(divided, torch.split(sums, [each.plan.slices for each in divided]), strict=True):
-            each.device.norms = part
+        for members, of_members in divided.items():
+            norms = torch.cat([each.device.norms for each in of_members])
+            sums = self.group.sum_of_shards(norms, members).wait("the norms of slices")
+            parts = torch.split(sums, [each.plan.slices for each in of_members])
+            for each, part in zip(of_members, parts, strict=True):
+                each.device.norms = part
 
     def norm_of(self, norms: Sequence[Tensor], params: Sequence[Parameter], device: torch.device) -> Tensor:
         """The L2 norm f32[] of all gradients, the same bits on all ranks; those that are not sharded count once."""
-        sharded = [isinstance(param, LocalShard) for param in params]
-        parts = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if is_sharded]
-        whole = [norm for norm, is_sharded in zip(norms, sharded, strict=True) if not is_sharded]
+        pairs = list(zip(norms, params, strict=True))
+        parts = [norm for norm, param in pairs if isinstance(param, LocalShard) and not param.by.repeated]
+        whole = [norm for norm, param in pairs if not isinstance(param, LocalShard)]
         squares = self.group.all_reduce(total_norm(parts, device).square()).wait("the norm of the gradients")
         if whole:
             squares.add_(self._agreed_norm(total_norm(whole, device)) ** 2)

@@ -133,7 +133,7 @@ class Schedule:
         self._joined: dict[int, _Joined] = {}
         self._coming: deque[_Coming] = deque()  # of the last steps, oldest first; at most ``LAG``
         self._readback = Readback(3, device_of(device), recorder, ranks)
-        self._first_rank = ranks is None or (ranks.rank == ranks.replica == 0)
+        self._first_rank = ranks is None or ranks.message_rank == 0
 
     def make_room(self, params: int) -> None:
         """Serve ``params`` parameters from here on. Call it between steps."""
@@ -212,9 +212,10 @@ class Schedule:
             least = self._least_steps[plan.interval] = self._options.resolved_select_interval(plan.interval)
         if self._options.select_interval != "auto":
             return Wanted(device.best_slices(), plan.most_swaps) if steps >= least else None
-        divided = plan.share or plan.shard
-        whole, own = plan if divided is None else divided.whole, plan if plan.share is None else plan.share.whole
-        kept = 1.0 - self._leaving.pop(plan.index, 0.0) / whole.k
+        whole = plan.whole
+        own = plan if plan.share is None else whole
+        pieces = 1 if plan.shard is None else plan.shard.pieces
+        kept = 1.0 - self._leaving.pop(plan.index, 0.0) / (whole.k * pieces)
         if steps >= least and kept < RESELECT_BELOW:
             paid_bytes = STATE_BUDGET * steps * own.numel * own.dtype.itemsize
             if swaps := int(paid_bytes / (2 * STATE_BYTES * own.length)):
