@@ -117,6 +117,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._warned_of_no_gradient = False
         defaults = numbers | {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
         defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
+        defaults["decoupled_weight_decay"] = True  # of AdamW: PyTorch loads a state into groups of the same names
         check_group(defaults)  # also where every group overrides them
         super().__init__(_iterable(params), defaults)
         params = [param for group in self.param_groups for param in group["params"]]

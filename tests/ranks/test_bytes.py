@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,17 +15,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.ranks.models import OFFLOAD, as_rank
+from tests.ranks.sharded import sharded
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.runtime.host import cores
 from zenflow_compile.runtime.host.cores import Core, LocalRanks, local_ranks
+from zenflow_compile.runtime.parameters.capacity import worker_cores
 
 pytestmark = pytest.mark.timeout(120)
 ROWS, COLUMNS = 128, 32
 """Two matrices of so much: 25% selected, in 4 groups of rows."""
 FP32 = 4
+FOUR_CORES = tuple(Core(logical) for logical in range(4))
 
 
 def model() -> nn.Module:
@@ -133,18 +138,18 @@ def test_files_of_ranks_have_their_own_directory(two_ranks: RankProcesses, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("cores", [1, 2, 7, 64])
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_local_ranks_divide_what_a_machine_has(cores: int, size: int) -> None:
-    parts = [LocalRanks(rank, size).part(range(cores)) for rank in range(size)]
+def test_local_ranks_divide_what_a_machine_has(count: int, size: int) -> None:
+    parts = [LocalRanks(rank, size).part(range(count)) for rank in range(size)]
     assert all(parts)
-    if cores >= size:
-        assert [each for part in parts for each in part] == list(range(cores))
+    if count >= size:
+        assert [each for part in parts for each in part] == list(range(count))
 
 
 def test_ranks_next_to_each_other_share_a_numa_node() -> None:
-    cores = [Core(logical, node=logical % 2) for logical in range(8)]  # as some machines number them
-    parts = [LocalRanks(rank, 4).cores(cores) for rank in range(4)]
+    every = [Core(logical, node=logical % 2) for logical in range(8)]  # as some machines number them
+    parts = [LocalRanks(rank, 4).cores(every) for rank in range(4)]
     assert [{core.node for core in part} for part in parts] == [{0}, {0}, {1}, {1}]
     assert sorted(core.logical for part in parts for core in part) == list(range(8))
 
@@ -156,3 +161,53 @@ def test_wrong_environment_is_one_process(monkeypatch: pytest.MonkeyPatch, rank:
     if size is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
     assert local_ranks() == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "local", "found"),
+    [
+        ("4", "0", "3", (3, 4)),
+        ("4(x2)", "1", "0", (0, 4)),
+        ("4(x2),3", "2", "2", (2, 3)),
+        ("4(x2),3", "3", "2", (0, 1)),
+        ("4", "0", "4", (0, 1)),
+        ("", "0", "0", (0, 1)),
+    ],
+)
+def test_ranks_of_srun(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, node: str, local: str, found: tuple[int, int]
+) -> None:
+    for name, value in {"STEP_TASKS_PER_NODE": tasks, "NODEID": node, "LOCALID": local}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert local_ranks() == found
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert local_ranks() == (1, 2), "torchrun, which srun starts, knows better"
+
+
+def without_a_launcher(rank: int, kind: str) -> list[Any]:
+    """What a rank has of its machine, as processes do that ``multiprocessing`` starts; before, and after they met."""
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    with mock.patch.dict(os.environ), mock.patch.object(cores, "_met", LocalRanks(0, 1)):
+        for name in names:
+            del os.environ[name]
+        found: list[Any] = [tuple(local_ranks())]
+        if kind == "sharded":
+            optimizer = ZenFlowAdamW(sharded().named_parameters(), **OFFLOAD)
+        else:
+            optimizer = ZenFlowAdamW(model().named_parameters(), **OFFLOAD, process_group=dist.group.WORLD)
+        with mock.patch("zenflow_compile.runtime.parameters.capacity.physical_cores", return_value=FOUR_CORES):
+            found += [tuple(local_ranks()), worker_cores(Options())]
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_ranks_divide_a_machine_without_a_launcher(two_ranks: RankProcesses, kind: str) -> None:
+    first, second = two_ranks.call(without_a_launcher, kind)
+    assert [first[0], second[0]] == [(0, 1)] * 2
+    assert [first[1], second[1]] == [(0, 2), (1, 2)]
+    assert first[2]
+    assert second[2]
+    assert not set(first[2]) & set(second[2])

@@ -175,7 +175,7 @@ def test_numbers_that_do_not_divide_warn_once(two_ranks: RankProcesses) -> None:
 
 def lonely(rank: int) -> None:
     if rank == 0:
-        meet(dist.group.WORLD, [0, 1], "", timedelta(seconds=1))
+        meet([0, 1], "", timedelta(seconds=1))
     raise RuntimeError("rank 1 has not created an optimizer within 1 s")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -24,10 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
+from tests.ranks.models import ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
 from tests.ranks.sharded import by_columns, sharded, whole
 from tests.ranks.test_training import assert_equal_ranks
-from tests.support.rank_processes import RankProcesses
+from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.errors import LostUpdateError
 
@@ -95,24 +99,70 @@ def test_resumed_shards_are_bitwise_equal(two_ranks: RankProcesses, name: str, t
     assert difference(expected[0], found[0]) == 0.0
 
 
-def test_sharded_state_of_adamw_loads(two_ranks: RankProcesses, tmp_path: Path) -> None:
-    expected = two_ranks.call(save, 2, None, str(tmp_path))
-    model_and_state = two_ranks.call(from_adamw, str(tmp_path))
-    assert difference(expected[0], model_and_state[0]) < 1e-6
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+PARTIAL = DefaultLoadPlanner(allow_partial_load=True)
+"""What AdamW has not saved, and the state of this optimizer needs, stays as it is."""
 
 
-def from_adamw(rank: int, folder: str) -> list[Tensor]:
-    """Go on with what AdamW has saved: loaded into an AdamW first, as its names are others."""
+def other_saved(model: nn.Module, optimizer: Any, way: str, folder: str) -> None:
+    """Load what an optimizer of the other kind has saved, in one of the ways that PyTorch has."""
+    if way == "dcp.load":
+        weights, state = get_state_dict(model, optimizer)
+        content = {"model": weights, "optimizer": state}
+        planner = PARTIAL if isinstance(optimizer, ZenFlowAdamW) else None
+        dcp.load(content, checkpoint_id=f"{folder}/saved", planner=planner)
+        set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+        return
+    weights, state = torch.load(f"{folder}/whole.pt")
+    options = FROM_RANK_0 if way == "from rank 0" else WHOLE
+    if way == "from rank 0" and dist.get_rank():
+        weights, state = {}, {}
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+def go_on(rank: int, options: dict[str, Any] | None, way: str, folder: str, trained: int = 0) -> list[Tensor]:
+    """As ``resume``, from what an optimizer of the other kind has saved, after ``trained`` steps of another run."""
     model = sharded()
-    before = torch.optim.AdamW(model.parameters(), **ADAM)
-    weights, state = get_state_dict(model, before)
-    content = {"model": weights, "optimizer": state}
-    dcp.load(content, checkpoint_id=f"{folder}/saved")
-    set_state_dict(model, before, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
-    optimizer = optimizer_over(model, ALL_POLICIES["zenflow"], folder)
-    optimizer.load_state_dict(before.state_dict())
-    steps(model, optimizer, SAVED_AT, STEPS, rank, dist.get_world_size())
+    optimizer = optimizer_over(model, options, folder)
+    steps(model, optimizer, 0, trained, rank, 2)
+    if isinstance(optimizer, ZenFlowAdamW):
+        optimizer.synchronize()
+    other_saved(model, optimizer, way, folder)
+    steps(model, optimizer, SAVED_AT, STEPS, rank, 2)
     return ended(model, optimizer)
+
+
+WAYS = ["whole", "from rank 0", "dcp.load"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "way"), [(None, "from rank 0"), (None, "dcp.load"), *itertools.product(ALL_POLICIES, WAYS)]
+)
+def test_shards_go_on_from_the_other_optimizer(
+    two_ranks: RankProcesses, policy: str | None, way: str, tmp_path: Path
+) -> None:
+    """From AdamW's state, and AdamW from that of this optimizer, saved between update windows.
+
+    PyTorch does not load a state with further names for each parameter from each rank's file, as it does from rank 0.
+    """
+    own = None if policy is None else ALL_POLICIES[policy]
+    other = ALL_POLICIES["zenflow"] if policy is None else None
+    expected = two_ranks.call(save, 2, other, str(tmp_path), flush=policy is None)
+    found = two_ranks.call(go_on, own, way, str(tmp_path))
+    assert_equal_ranks(found)
+    assert difference(expected[0], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("trained", [SAVED_AT - 2, SAVED_AT + 2])
+def test_state_of_adamw_is_refused_by_a_trained_one(
+    two_ranks: RankProcesses, way: str, trained: int, tmp_path: Path
+) -> None:
+    """PyTorch has put it into the state that this optimizer has."""
+    two_ranks.call(save, 2, None, str(tmp_path))
+    for text in messages(two_ranks.outcomes(go_on, ALL_POLICIES["zenflow"], way, str(tmp_path), trained)):
+        assert re.search(rf"the state dict has step={SAVED_AT} .* (before the first step|damaged)", text)
 
 
 @pytest.mark.matrix(2)

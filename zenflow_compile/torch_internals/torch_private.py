@@ -558,6 +558,13 @@ def store_has(store: torch._C._distributed_c10d.Store, keys: list[str]) -> bool:
     return False
 
 
+def store_values(store: torch._C._distributed_c10d.Store, keys: list[str]) -> list[bytes]:
+    """The values of ``keys``, which are all there; from one message where the kind of store can."""
+    if cast(Any, store).has_extended_api():
+        return [bytes(value) for value in store.multi_get(keys)]
+    return [store.get(key) for key in keys]
+
+
 def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> timedelta:
     """How long a collective of ``group`` waits for the other ranks."""
     return group._get_backend(device).options._timeout

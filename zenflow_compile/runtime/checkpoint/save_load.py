@@ -108,6 +108,7 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         # All ranks load it, or none of them does.
         try:
             checked = check_state(engine, groups, state)
+            _refuse_filled_in(engine, checked)
         except Exception as error:
             engine.calls.agree_on_load(str(error) or type(error).__name__)
             raise
@@ -118,6 +119,26 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         except BaseException as error:
             engine.core.failure = error
             raise
+
+
+def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
+    """Raise ValueError if ``dcp.load`` has put moments of torch.optim.AdamW into the state of an optimizer in use.
+
+    The rest of the state is still that of this moment, and says how many gradients each parameter has taken.
+    """
+    if not engine.step or checked.step != engine.step:
+        return
+    for index, offloaded in engine.offloaded.items():
+        entry, own = checked.entries.get(index, {}), _gradients_taken(offloaded)
+        if "master" not in entry or int(entry["step"]) in (0, own):
+            continue
+        saved = entry if offloaded.plan.share is None else own_entry(offloaded.plan, entry)
+        if torch.equal(saved["master"].cpu(), dense_state(offloaded)["master"]):
+            raise ValueError(
+                f"the state dict has step={int(entry['step'])} for {offloaded.plan.name!r}, which has taken {own} "
+                "gradients, and else this optimizer's own state, as when dcp.load reads the state of a "
+                "torch.optim.AdamW into it: load that before the first step, or by optimizer.load_state_dict()"
+            )
 
 
 class ShownStep(NamedTuple):

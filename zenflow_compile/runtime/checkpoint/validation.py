@@ -100,6 +100,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     plans = [entry.get("plan") for entry in entries.values()]
     if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
+    elif _is_filled_in(entries):
+        entries = {index: {name: entry[name] for name in ADAMW if name in entry} for index, entry in entries.items()}
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
     eps_of: dict[int, float] = {}
@@ -182,6 +184,17 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 
 
 # States of torch.optim.AdamW.
+
+
+def _is_filled_in(entries: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether PyTorch has put a state of torch.optim.AdamW into that of a new optimizer, which no step has counted.
+
+    ``set_optimizer_state_dict`` fills in what a full state lacks, and ``dcp.load`` reads into what
+    ``get_optimizer_state_dict`` returned.
+    """
+    counts = [(entry.get("step"), entry.get("optimizer_step")) for entry in entries.values()]
+    known = [(step, count) for step, count in counts if isinstance(step, Tensor) and isinstance(count, Tensor)]
+    return any(bool((step > 0).all()) for step, _ in known) and not any(bool(count.any()) for _, count in known)
 
 
 def _adamw_entries(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:

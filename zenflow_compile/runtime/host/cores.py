@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -200,10 +202,39 @@ class LocalRanks(NamedTuple):
         return Path(path) if self.size == 1 else Path(path) / f"rank{self.rank}"
 
 
+_ALONE = LocalRanks(0, 1)
+_met = _ALONE
+
+
+def note_local_ranks(ranks: LocalRanks) -> None:
+    """Note which ranks this process has met on its machine, for programs whose launcher does not say it."""
+    global _met
+    _met = max(_met, ranks, key=attrgetter("size"))
+
+
 def local_ranks() -> LocalRanks:
-    """What launchers such as torchrun say in ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; a process alone without them."""
-    try:
+    """This process among those of its machine: as torchrun says it, else srun or the ranks that it has met.
+
+    Of the last two the greater number is right: srun does not count processes that a program starts, and ranks of
+    another model are not met.
+    """
+    return _of_torchrun() or max(_of_slurm() or _ALONE, _met, key=attrgetter("size"))
+
+
+def _of_torchrun() -> LocalRanks | None:
+    with suppress(KeyError, ValueError):
         rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return LocalRanks(0, 1)
-    return LocalRanks(rank, size) if 0 <= rank < size else LocalRanks(0, 1)
+        return LocalRanks(rank, size) if 0 <= rank < size else None
+    return None
+
+
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of SLURM: "4(x2),3" are three machines
+
+
+def _of_slurm() -> LocalRanks | None:
+    with suppress(KeyError, ValueError, IndexError):
+        rank, node = int(os.environ["SLURM_LOCALID"]), int(os.environ["SLURM_NODEID"])
+        found = _TASKS.findall(os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        size = [int(tasks) for tasks, nodes in found for _ in range(int(nodes or 1))][node]
+        return LocalRanks(rank, size) if 0 <= rank < size else None
+    return None

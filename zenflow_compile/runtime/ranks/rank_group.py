@@ -11,6 +11,7 @@ run first.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import itertools
 import time
 from collections import Counter
@@ -106,14 +107,14 @@ _CALLS = list(Call)
 _MEETINGS = Counter[str]()
 
 
-def meet(group: dist.ProcessGroup, ranks: Sequence[int], text: str, timeout: timedelta) -> list[str]:
-    """Exchange texts with all ``ranks`` of ``group`` where they create their optimizers. Returns those of the ranks.
+def meet(ranks: Sequence[int], text: str, timeout: timedelta) -> list[str]:
+    """Exchange texts with all ``ranks`` where they create their optimizers. Returns those of the ranks.
 
     Raises RankError if some do not come within ``timeout``.
     """
-    number = _MEETINGS[group.group_name]
-    _MEETINGS[group.group_name] += 1
-    store = torch_private.shared_store(f"zenflow/meeting/{group.group_name}/{number}")
+    name = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
+    store = torch_private.shared_store(f"zenflow/meeting/{name}/{_MEETINGS[name]}")
+    _MEETINGS[name] += 1
     store.set(str(dist.get_rank()), text)
     keys = [str(rank) for rank in ranks]
     try:
@@ -122,9 +123,9 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int], text: str, timeout: tim
         missing = [key for key in keys if not torch_private.store_has(store, [key])]
         raise RankError(
             f"{ranks_text(missing, 'has', 'have')} not created an optimizer within {timeout.total_seconds():g} s, as "
-            f"rank {dist.get_rank()} has: all ranks of process_group do, in the same order"
+            f"rank {dist.get_rank()} has: all ranks that train a model do, in the same order"
         ) from error
-    return [store.get(key).decode() for key in keys]
+    return [value.decode() for value in torch_private.store_values(store, keys)]
 
 
 def ranks_text(numbers: Sequence[object], verb: str, plural: str) -> str:
