@@ -26,7 +26,7 @@ from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.forked_engine import ForkedEngine
-from zenflow_compile.runtime.host.cores import local_ranks
+from zenflow_compile.runtime.host.cores import LocalRanks, local_ranks, note_local_ranks
 from zenflow_compile.runtime.host.host_adam import check_native_code
 from zenflow_compile.runtime.nvme.state_file import existing_directory
 from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
@@ -64,6 +64,8 @@ class LazyEngine:
     ) -> None:
         self.built: Engine | None = None
         self._ranks = ranks
+        if ranks is not None:
+            note_local_ranks(LocalRanks(*ranks.on_machine))
         self._alone = optimizer._trains_alone
         self._closed = self._taken_over = False
         self._given = self._options = given

@@ -388,22 +388,6 @@ def test_state_may_be_replaced_by_an_equal_one() -> None:
     assert_same(training.weights(), Training().run(0, 5).weights())
 
 
-@pytest.mark.parametrize(
-    ("saved", "own", "message"),
-    [
-        ({}, {"update_interval": "auto"}, "update_interval other than 'auto', this optimizer .*='auto'"),
-        ({"update_interval": "auto"}, {}, "with update_interval='auto', this optimizer has update_interval=4"),
-        ({}, {"topk_ratio": 0.3}, "k=.*, which are topk_ratio: pass the saved ones"),
-        ({}, {"update_interval": 2}, "interval=4 .* optimizer 2.*, which are update_interval"),
-        ({}, {"gradient_transfer": "int8"}, "compressed=False .*, which are gradient_transfer"),
-    ],
-)
-def test_other_options_are_named(saved: dict[str, Any], own: dict[str, Any], message: str) -> None:
-    state = Training(None, saved).run(0, 2).optimizer.state_dict()
-    with pytest.raises(ValueError, match=message):
-        Training(None, own).optimizer.load_state_dict(state)
-
-
 # torch.optim.AdamW.
 
 

@@ -415,11 +415,6 @@ def test_state_dict_of_another_model_or_plan() -> None:
     loads: list[tuple[dict[str, Any], str]] = [
         (state_over(grown), r"shape=\[48, 32\] for '2.weight', this optimizer \[32, 32\].*another model"),
         (state_over(lambda: mlp()[:3]), r"param groups of sizes \[4\], this optimizer \[6\]"),
-        (state_over(mlp, policy="resident"), r"saved with policy='resident', this optimizer has 'zenflow'"),
-        (state_over(mlp, update_interval=2), r"interval=2 .*saved with other options"),
-        (state_over(mlp, topk_ratio=0.5), r"k=16"),
-        (state_over(mlp, gradient_transfer="mean"), r"summed=True .*this optimizer False.*saved with other options"),
-        (state_over(mlp, gradient_transfer="int8"), r"compressed=True .*saved with other options"),
         ({}, r"neither of a ZenFlowAdamW nor of torch\.optim\.AdamW"),
         ({"\x1b[2J": 1}, r"neither of a ZenFlowAdamW"),
     ]

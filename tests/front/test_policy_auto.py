@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,11 +119,11 @@ def test_files_are_chosen_if_host_memory_is_short(
     assert training.optimizer.options.nvme_path == str(tmp_path)
     saved = training.saved()
     training.optimizer.close()
-    with pytest.raises(ValueError, match=r"pass policy='zero_infinity'.*, nvme_path=\(a directory\)$"):
+    with pytest.warns(UserWarning, match="saved with other options"):
         Training(None, {"policy": "resident"}, build=deep).load(saved)
 
 
-def test_state_of_another_choice_is_refused(measured: list[Hardware], tight: Hardware) -> None:
+def test_state_of_another_choice_converts(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = tight
     saving = Training(None, AUTO).run(0, 3)
     options = saving.optimizer.options
@@ -134,12 +133,11 @@ def test_state_of_another_choice_is_refused(measured: list[Hardware], tight: Har
         assert values[name] == getattr(options, name)
     expected = saving.run(3, 5).weights()
     measured[0] = SLOW_HOST  # another machine, or a less busy day
-    with pytest.raises(ValueError, match=r"saved with policy=.*this optimizer has 'resident'.*: pass policy=") as error:
-        Training(None, AUTO).load(saved)
-    listed = str(error.value).rpartition(": pass ")[2].split(", ")
-    remedy = {name: ast.literal_eval(value) for name, _, value in (each.partition("=") for each in listed)}
-    assert remedy["policy"] == options.policy
-    assert_same(Training(None, {"update_interval": 1, **remedy}).load(saved).run(3, 5).weights(), expected)
+    with pytest.warns(UserWarning, match="saved with other options"):
+        resumed = Training(None, AUTO).load(saved)
+    assert resumed.optimizer.options.policy == "resident"
+    for ours, theirs in zip(resumed.run(3, 5).weights(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
 def test_later_groups_follow_the_choice(measured: list[Hardware], tight: Hardware) -> None:

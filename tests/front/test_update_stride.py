@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.machines import machine, scenario
 from tests.support.training import Training, assert_same
@@ -84,14 +85,16 @@ def test_slow_link_streams_nothing(slow: str, machines: list[Hardware]) -> None:
     training.optimizer.close()
 
 
-def test_state_of_another_stride_names_the_option(machines: list[Hardware]) -> None:
+def test_state_of_another_stride_converts(machines: list[Hardware]) -> None:
     machines[0] = replace(V100, device_bandwidth=math.inf, link_to_host=4e12, link_to_device=4e12)
     saving = Training(None, STATES).run(0, 3)
     assert saving.optimizer.options.update_stride == 1
     saved = saving.saved()
     expected = saving.run(3, 6).weights()
     machines[0] = replace(V100, link_to_host=4e6)  # measured on another machine, or on a busier day
-    remedy = r"pass policy='deep_optimizer_states', update_stride=1$"
-    with pytest.raises(ValueError, match=rf"placement='host_streamed'.*'host'.*{remedy}"):
-        Training(None, STATES).load(saved)
+    with pytest.warns(UserWarning, match="saved with other options"):
+        resumed = Training(None, STATES).load(saved)
+    assert resumed.optimizer.options.update_stride != 1
+    for ours, theirs in zip(resumed.run(3, 6).weights(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
     assert_same(Training(None, {**STATES, "update_stride": 1}).load(saved).run(3, 6).weights(), expected)

@@ -136,6 +136,7 @@ def go_on(rank: int, options: dict[str, Any] | None, way: str, folder: str, trai
 WAYS = ["whole", "from rank 0", "dcp.load"]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     ("policy", "way"), [(None, "from rank 0"), (None, "dcp.load"), *itertools.product(ALL_POLICIES, WAYS)]
 )

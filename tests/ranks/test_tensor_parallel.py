@@ -128,6 +128,7 @@ def processes(request: pytest.FixtureRequest, ranks: int) -> RankProcesses:
     return found
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize(
     ("shape", "layers"),
@@ -143,6 +144,7 @@ def test_pieces_equal_adamw(
     assert difference(results[0], of_adamw(layers, 6, clip)) < EXACT
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("resumes", ["in memory", "from a folder"])
 @pytest.mark.parametrize(
     ("shape", "layers"), [((2, 1), "both"), ((1, 2), "uneven"), ((2, 2), "both"), ((2, 2), "rows")]
@@ -262,6 +264,7 @@ def trained_mixture(rank: int, options: dict[str, Any] | None, steps: int, resum
     return found
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_experts_over_other_ranks_equal_adamw(four_ranks: RankProcesses, policy: str) -> None:
     """In one optimizer, with parameters that are sharded over all ranks."""
@@ -270,6 +273,7 @@ def test_experts_over_other_ranks_equal_adamw(four_ranks: RankProcesses, policy:
     assert difference(results[0], four_ranks.call(trained_mixture, None, 6)[0]) < EXACT
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", ["re-selecting", "late", "adaptive", "int8"])
 def test_windowed_experts_resume(four_ranks: RankProcesses, name: str) -> None:
     expected = four_ranks.call(trained_mixture, WINDOWED[name], 12)

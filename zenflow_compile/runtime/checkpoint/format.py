@@ -38,8 +38,9 @@ computed: ``latest`` ones in the next step, ``next`` ones in the step after it."
 
 _PLANNED = ("placement", "dtype", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 # A state dict has the position of a name in its list: append new names, and never reorder.
+POLICIES = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity")
 _NAMES: dict[str, tuple[Any, ...]] = {
-    "policy": ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity"),
+    "policy": POLICIES,
     "offload_device": OFFLOAD_DEVICES,
     "placement": (
         *(Placement.DEVICE, Placement.HOST, Placement.HOST_STREAMED),

@@ -6,12 +6,14 @@ update window and schedule are stored with them, so that a resume is bitwise; se
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.checkpoint.format import (
@@ -119,6 +121,13 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
         except BaseException as error:
             engine.core.failure = error
             raise
+    if checked.converted:
+        warnings.warn(
+            f"the state of {len(checked.converted)} parameters was saved with other options, and was converted: "
+            f"gradients in {len(checked.weights)} update windows were applied, as flush() does",
+            UserWarning,
+            stacklevel=user_stacklevel(),
+        )
 
 
 def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
@@ -126,19 +135,22 @@ def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
 
     The rest of the state is still that of this moment, and says how many gradients each parameter has taken.
     """
-    if not engine.step or checked.step != engine.step:
+    if not engine.step or checked.step != engine.step or engine.core.failure is not None:
         return
     for index, offloaded in engine.offloaded.items():
         entry, own = checked.entries.get(index, {}), _gradients_taken(offloaded)
         if "master" not in entry or int(entry["step"]) in (0, own):
-            continue
+            return
         saved = entry if offloaded.plan.share is None else own_entry(offloaded.plan, entry)
-        if torch.equal(saved["master"].cpu(), dense_state(offloaded)["master"]):
-            raise ValueError(
-                f"the state dict has step={int(entry['step'])} for {offloaded.plan.name!r}, which has taken {own} "
-                "gradients, and else this optimizer's own state, as when dcp.load reads the state of a "
-                "torch.optim.AdamW into it: load that before the first step, or by optimizer.load_state_dict()"
-            )
+        if not torch.equal(saved["master"].cpu(), dense_state(offloaded)["master"]):
+            return
+    for index, offloaded in engine.offloaded.items():
+        raise ValueError(
+            f"the state dict has step={int(checked.entries[index]['step'])} for {offloaded.plan.name!r}, which has "
+            f"taken {_gradients_taken(offloaded)} gradients, and else this optimizer's own state, as when dcp.load "
+            "reads the state of a torch.optim.AdamW into it: load that before the first step, or by "
+            "optimizer.load_state_dict()"
+        )
 
 
 class ShownStep(NamedTuple):

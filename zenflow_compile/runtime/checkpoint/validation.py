@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.options.options import OPTIONS, Options
 from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.planning.planners import shard_of
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.checkpoint.conversion import convert, have_one_layout, saved_plan
 from zenflow_compile.runtime.checkpoint.format import (
     ADAMW,
     CHOSEN,
     FORMAT,
     NONE,
+    POLICIES,
     SCHEDULE,
     Field,
     chosen,
@@ -25,7 +27,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     plan_entry,
     planned,
 )
-from zenflow_compile.runtime.checkpoint.shares import local_entry, reshard
+from zenflow_compile.runtime.checkpoint.shares import local_entry
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.parameters.param_groups import check_group
 from zenflow_compile.runtime.sharding import LocalShard
@@ -33,17 +35,6 @@ from zenflow_compile.torch_internals import torch_private
 
 # Options of torch.optim.AdamW's kernels, which a group of ours does not take over.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
-# The options that decide the fields of the entry ``plan``.
-_DECIDED_BY = {
-    "placement": "topk_ratio, min_offload_size, device_share, ratio and update_stride",
-    "dim": "topk_ratio",
-    "k": "topk_ratio",
-    "interval": "update_interval",
-    "phase": "update_interval",
-    "staleness": "staleness",
-    "summed": "gradient_transfer",
-    "compressed": "gradient_transfer",
-}
 # The least value of an entry that counts; NONE stands for None.
 _LEAST = {"optimizer_step": 0, "open": 0, "selected_at": NONE, "selecting_ranks": 1, "shortest_window": NONE}
 
@@ -59,6 +50,7 @@ class Checked:
         step: optimizer steps.
         shortest_window: least length of adaptive update windows; None if it will be measured, or does not exist.
         weights: of parameters whose update window had to be flushed; of this rank's part of a sharded one.
+        converted: indices of parameters that were saved with other options.
     """
 
     entries: dict[int, Mapping[str, Any]]
@@ -66,6 +58,7 @@ class Checked:
     step: int
     shortest_window: int | None
     weights: dict[int, Tensor]
+    converted: frozenset[int]
 
 
 def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
@@ -108,31 +101,42 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     for group, values in zip(groups, taken, strict=True):
         eps_of |= {index_of[id(param)]: float(values.get("eps", group["eps"])) for param in group["params"]}
     weights: dict[int, Tensor] = {}
+    converted: set[int] = set()
+    steps: set[int] = set()
+    shortest: set[int] = set()
     for index, own in enumerate(engine.plan.params):
         plan = own.whole
         if index not in entries:
             if engine.params[index].requires_grad:
                 raise ValueError(f"the state dict has no state for {plan.name!r}; it is not complete")
             continue  # get_optimizer_state_dict() leaves out those that take no gradient
+        saved_before = _saved_plan(_Part(entries[index], repr(plan.name)), plan)
         if isinstance(param := engine.params[index], LocalShard):
             param.follow()  # its weight is compared below, and may have been loaded as other memory
             _check_model_shape(_Part(entries[index], repr(plan.name)), tuple(param.sharded.shape))
-            entries[index] = local_entry(own, param, entries[index])
+            saved_before = shard_of(saved_before, param.by)
+            entries[index] = local_entry(saved_before, param, entries[index])
             plan = own
-        _check_entries(engine, entries[index], plan)
-        if _selected_by_others(entries[index], plan):
-            entries[index], weight = reshard(plan, entries[index], engine.registry.weight_of(index), eps_of[index])
+        entry = entries[index]
+        _check_entries(entry, saved_before)
+        steps.add(int(entry["optimizer_step"]))
+        shortest |= {int(entry[name]) for name in ("shortest_window",) if name in entry}
+        has_layout = have_one_layout(plan, saved_before) and ("shortest_window" in entry) == engine.plan.adaptive
+        if not has_layout or plan.k != saved_before.k:
+            converted.add(index)
+        if index in converted or _selected_by_others(entry, plan):
+            entries[index], weight = convert(
+                plan, saved_before, entry, engine.registry.weight_of(index), eps_of[index], has_layout=has_layout
+            )
             if weight is not None:
                 weights[index] = weight
-    steps = {int(entry["optimizer_step"]) for entry in entries.values()}
-    shortest = {int(entry["shortest_window"]) for entry in entries.values() if "shortest_window" in entry}
     if len(steps) > 1 or len(shortest) > 1:
         raise ValueError(
             f"the state dict has parameters that were saved after {sorted(steps)} steps; it is put together of several "
             "states: load it as state_dict() returned it"
         )
     window = shortest.pop() if shortest else NONE
-    return Checked(entries, taken, steps.pop(), None if window == NONE else window, weights)
+    return Checked(entries, taken, steps.pop(), None if window == NONE else window, weights, frozenset(converted))
 
 
 def refuse_format(found: int) -> NoReturn:
@@ -245,26 +249,17 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
             part.check_values(key)
         used[index] = {**entry, "step": float(part.step())}
     step = max((int(entry["step"]) for entry in used.values()), default=0)
-    return Checked(used, taken, step, None, {})
+    return Checked(used, taken, step, None, {}, frozenset())
 
 
 # States of this optimizer.
 
 
-def _check_entries(engine: Engine, entry: Mapping[str, Any], plan: ParamPlan) -> None:
+def _check_entries(entry: Mapping[str, Any], plan: ParamPlan) -> None:
     """Check that the entries of one parameter are complete, of this plan, and have values that a step can use."""
     part = _Part(entry, repr(plan.name))
-    if "plan" not in entry:
-        part.refuse("no 'plan'")
     _check_model_shape(part, plan.shape)
-    _check_plan(engine, part, plan)
-    if ("shortest_window" in entry) != engine.plan.adaptive:
-        raise ValueError(
-            f"the state dict was saved with update_interval{'=' if 'shortest_window' in entry else ' other than '}"
-            f"'auto', this optimizer has update_interval={engine.options.update_interval!r}; create it with the saved "
-            "update_interval"
-        )
-    expected = layout(plan, adaptive=engine.plan.adaptive)
+    expected = layout(plan, adaptive="shortest_window" in entry)
     for key, field in expected.items():
         part.check_tensor(key, field)
         part.check_values(key)
@@ -303,34 +298,29 @@ def _check_model_shape(part: _Part, own: tuple[int, ...]) -> None:
         )
 
 
-def _check_plan(engine: Engine, part: _Part, plan: ParamPlan) -> None:
-    """Check that the parameter was planned as it is here."""
-    saved, own = part.tensor("plan"), plan_entry(plan.whole)
+def _saved_plan(part: _Part, own: ParamPlan) -> ParamPlan:
+    """The plan that the parameter had, which may be another one; ValueError if there is no such plan."""
+    if "plan" not in part.content:
+        part.refuse("no 'plan'")
+    saved, expected = part.tensor("plan"), plan_entry(own)
     if saved.dtype != torch.int64 or saved.dim() != 1 or not len(saved):
-        part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
+        part.check_tensor("plan", Field(tuple(expected.shape), torch.int64))
     if (found := int(saved[0])) != FORMAT:
         refuse_format(found)
-    part.check_tensor("plan", Field(tuple(own.shape), torch.int64))
+    part.check_tensor("plan", Field(tuple(expected.shape), torch.int64))
     part.check_tensor("chosen", Field((len(CHOSEN),), torch.float64))
-    policy = chosen(part.tensor("chosen"))["policy"]
-    if policy != engine.plan.policy:
+    if (policy := chosen(part.tensor("chosen"))["policy"]) not in POLICIES:
+        part.refuse(f"'chosen' with policy={policy!r}")
+    values, owned = planned(saved), planned(expected)
+    if values["dtype"] != owned["dtype"]:
         raise ValueError(
-            f"the state dict was saved with policy={policy!r}, this optimizer has {engine.plan.policy!r}; "
-            f"create it with the saved policy{_remedy(engine, part)}"
+            f"the state dict has dtype={values['dtype']!r} for {part.name}, this optimizer {owned['dtype']!r}; it "
+            "belongs to another model: load it over parameters of that dtype"
         )
-    values = planned(own)
-    for name, value in planned(saved).items():
-        if value == values[name]:
-            continue
-        difference = f"the state dict has {name}={value!r} for {part.name}, this optimizer {values[name]!r}"
-        if name == "dtype":
-            raise ValueError(f"{difference}; it belongs to another model: load it over parameters of that dtype")
-        remedy = _remedy(engine, part) or (
-            f", which are {_DECIDED_BY[name]}: pass the saved ones. With the same options, param groups were given in "
-            "other calls, or another parameter was frozen: both decide where state lives. Give the groups in the same "
-            "calls, all at construction or by add_param_group(), and each parameter the requires_grad that it had then"
-        )
-        raise ValueError(f"{difference}; it belongs to another model, or was saved with other options{remedy}")
+    try:
+        return saved_plan(own, part.content)
+    except ValueError as error:
+        part.refuse(str(error))
 
 
 def _check_window(part: _Part, gradients: int) -> None:
@@ -431,21 +421,3 @@ class _Part:
         # Infinite after a gradient that was too large. The comparison is False for NaN.
         if key == "exp_avg_sq" and not bool((value >= 0).all()):
             self.refuse(f"{key!r} with values that are negative or NaN")
-
-
-def _remedy(engine: Engine, part: _Part) -> str:
-    """The saved values of options that a measurement may choose, as the end of an error, if they differ."""
-    saved = chosen(part.tensor("chosen"))
-    own = {name: getattr(engine.options, name) for name in CHOSEN}
-    if saved == own:
-        return ""
-    default = {each.name: each.default for each in fields(Options)}
-    unread = {name for name in saved if saved["policy"] not in OPTIONS[name].metadata["read_by"]}
-    given = [
-        f"{name}={value!r}"
-        for name, value in saved.items()
-        if name == "policy" or (name not in unread and (value != own[name] or value != default[name]))
-    ]
-    if "nvme" in saved.values() or saved["policy"] == "zero_infinity":
-        given.append("nvme_path=(a directory)")
-    return f": pass {', '.join(given)}"

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GROUPS, dividing_ranks
-from zenflow_compile.runtime.host.cores import LocalRanks, note_local_ranks
 from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup, first_difference, meet
 from zenflow_compile.runtime.sharding import sharding_of
 from zenflow_compile.torch_internals import torch_private
@@ -57,8 +55,9 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
             )
         if len(sharding.everyone) == 1:
             return None
-        _met(sharding.everyone, torch_private.group_timeout(sharding.groups[0], device))
-        return RankGroup(sharding.groups[0], device, Levels([sharding.everyone], sharding.everyone, sharding.groups))
+        everyone, timeout = sharding.everyone, torch_private.group_timeout(sharding.groups[0], device)
+        hosts = meet(everyone, host_of_process(), timeout)
+        return RankGroup(sharding.groups[0], device, Levels([everyone], everyone, sharding.groups), hosts)
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(
@@ -80,8 +79,8 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
             )
         if group.size() == 1:
             return None
-        _met(levels.everyone, torch_private.group_timeout(group.get_group(1), device))
-        return RankGroup(group.get_group(1), device, levels)
+        hosts = meet(levels.everyone, host_of_process(), torch_private.group_timeout(group.get_group(1), device))
+        return RankGroup(group.get_group(1), device, levels, hosts)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -106,20 +105,11 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
     if dist.get_world_size(group) == 1:
         return None
     ranks = sorted(dist.get_process_group_ranks(group))
-    hosts = _met(ranks, torch_private.group_timeout(group, device))
+    hosts = meet(ranks, host_of_process(), torch_private.group_timeout(group, device))
     levels = levels_of_hosts(ranks, hosts)
     if dist.get_rank(group) == 0:
         _warn_of_copies(levels, hosts)
-    return RankGroup(group, device, levels)
-
-
-def _met(ranks: Sequence[int], timeout: timedelta) -> list[str]:
-    """The machines of ``ranks``, which all create an optimizer now; notes which of them are on this one."""
-    hosts = meet(ranks, host_of_process(), timeout)
-    own = dist.get_rank()
-    here = [rank for rank, host in zip(ranks, hosts, strict=True) if host == hosts[list(ranks).index(own)]]
-    note_local_ranks(LocalRanks(here.index(own), len(here)))
-    return hosts
+    return RankGroup(group, device, levels, hosts)
 
 
 def _warn_of_copies(levels: Levels, hosts: Sequence[str]) -> None:

@@ -186,16 +186,20 @@ class RankGroup:
         group: of the user's; every rank of it makes this object at the same point of its program.
         device: of the parameters.
         levels: which of its ranks, or of further replicas of a sharded model, do what.
+        hosts: the machine of each rank of ``levels.everyone``; one for all, if it is not given.
 
     Attributes:
         rank: of this process; size: number of ranks; both among those of its copy, which divide parameters.
         replica, replicas: the same among those that have its share.
         message_rank, message_size: the same among all.
+        on_machine: the place of this process among those of all that are on its machine, and their number.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, levels: Levels) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, levels: Levels, hosts: Sequence[str] = ()
+    ) -> None:
         self.number = next(_numbers)
         self.step = 0
         self.recorder = Recorder()
@@ -204,6 +208,8 @@ class RankGroup:
         members = copies[self.replica]
         self.rank, self.size = members.index(own), len(members)
         self.message_rank, self.message_size = everyone.index(own), len(everyone)
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.message_rank]] or range(len(everyone))
+        self.on_machine = here.index(self.message_rank), len(here)
         self._rows = [everyone.index(member) for member in members]  # of this group, in what messages gather
         self._timeout = torch_private.group_timeout(group, device)
         self._to_close: list[dist.ProcessGroup] = []
