@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.support.settings import settings
 from tests.support.training import Training
@@ -115,3 +118,30 @@ def test_impossible_plans_are_named(name: str) -> None:
     state["state"][0]["plan"][place] = DAMAGE[name]
     with pytest.raises(ValueError, match=rf"'plan' with {name}="):
         loading.optimizer.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("own", "error"),
+    [
+        ({"update_interval": 1}, "no 'coefficients'"),
+        ({"update_interval": 2}, "CheckpointException"),
+        ({"update_interval": 4, "topk_ratio": 0.5}, ""),
+        ({"policy": "zero_offload"}, "no 'coefficients'"),
+    ],
+)
+def test_dcp_drops_no_window(own: dict[str, Any], error: str, tmp_path: Path) -> None:
+    saving = Training(None, {"update_interval": 4}).run(0, STEP)
+    dcp.save({"model": saving.model, "optimizer": saving.optimizer}, checkpoint_id=tmp_path / "saved")
+    loading = Training(None, own)
+    loads = partial(
+        dcp.load, {"model": loading.model, "optimizer": loading.optimizer}, checkpoint_id=tmp_path / "saved"
+    )
+    if error:
+        with pytest.raises((ValueError, CheckpointException), match=error):
+            loads()
+        return
+    loads()
+    saving.optimizer.flush()
+    for ours, expected in zip(loading.weights(), saving.weights(), strict=True):
+        torch.testing.assert_close(ours, expected, atol=ROUNDING, rtol=1e-6)
