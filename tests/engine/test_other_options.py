@@ -41,7 +41,7 @@ def training(name: str, folder: Path, dtype: torch.dtype) -> Training:
     return Training(None, options, dtype)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("before", "after"), itertools.permutations(SETTINGS, 2))
 def test_state_loads_as_a_flushed_one(before: str, after: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def processes(request: pytest.FixtureRequest, ranks: int) -> RankProcesses:
     return found
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize(
     ("shape", "layers"),
@@ -144,7 +145,7 @@ def test_pieces_equal_adamw(
     assert difference(results[0], of_adamw(layers, 6, clip)) < EXACT
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("resumes", ["in memory", "from a folder"])
 @pytest.mark.parametrize(
     ("shape", "layers"), [((2, 1), "both"), ((1, 2), "uneven"), ((2, 2), "both"), ((2, 2), "rows")]
@@ -204,11 +205,11 @@ def test_ranks_plan_pieces_alike(two_ranks: RankProcesses, layers: str) -> None:
 
 
 class OwnExperts(nn.Module):
-    """Four experts, of which a rank of expert parallelism has two."""
+    """Eight experts, of which a rank of expert parallelism has four."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        weight = torch.randn(4, 32, 34) / 6
+        weight = torch.randn(8, 32, 34) / 6
         self.weight = nn.Parameter(weight if mesh is None else distribute_tensor(weight, mesh, [Shard(0)]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -260,11 +261,13 @@ def trained_mixture(rank: int, options: dict[str, Any] | None, steps: int, resum
             optimizer.flush()
         found = whole(model)
         if options is not None:
+            plan = next(each for each in optimizer.engine.plan.params if each.name == "experts.weight")
+            assert plan.offloaded or options.get("policy") in ("resident", "twinflow", "deep_optimizer_states")
             optimizer.close()
     return found
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_experts_over_other_ranks_equal_adamw(four_ranks: RankProcesses, policy: str) -> None:
     """In one optimizer, with parameters that are sharded over all ranks."""
@@ -273,7 +276,7 @@ def test_experts_over_other_ranks_equal_adamw(four_ranks: RankProcesses, policy:
     assert difference(results[0], four_ranks.call(trained_mixture, None, 6)[0]) < EXACT
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("name", ["re-selecting", "late", "adaptive", "int8"])
 def test_windowed_experts_resume(four_ranks: RankProcesses, name: str) -> None:
     expected = four_ranks.call(trained_mixture, WINDOWED[name], 12)
@@ -293,3 +296,50 @@ def adding(rank: int) -> None:
 def test_group_over_other_ranks_is_refused(four_ranks: RankProcesses) -> None:
     for text in messages(four_ranks.outcomes(adding)):
         assert "sharded over other ranks" in text
+
+
+def twice_divided(rank: int) -> list[Any]:
+    """Six experts over two dimensions of a mesh, both along the first dimension: pieces of two and of one."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "experts", "tensor"))
+    found = []
+    for kind in (None, ALL_POLICIES["zenflow"]):
+        torch.manual_seed(0)
+        model = OwnExperts(None)
+        weight = torch.randn(6, 32, 34) / 6
+        model.weight = nn.Parameter(distribute_tensor(weight, mesh["experts", "tensor"], [Shard(0), Shard(0)]))
+        fully_shard(model, mesh=mesh["data"])
+        optimizer = optimizer_over(model, kind, "")
+        for step in range(4):
+            x = torch.randn(6, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole(model)[0])
+        if kind is not None:
+            optimizer.close()
+    return found
+
+
+def test_pieces_of_two_divisions_equal_adamw(four_ranks: RankProcesses) -> None:
+    expected, found = four_ranks.call(twice_divided)[0]
+    assert difference([expected], [found]) < EXACT
+
+
+def with_own_experts(rank: int) -> None:
+    """Each rank of a pair makes experts of its own, as plain parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    torch.manual_seed(0)
+    model = Mixture(None)
+    with torch.no_grad():
+        model.experts.weight.add_(rank % 2)
+    fully_shard(model.experts, mesh=mesh["data"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = optimizer_over(model, ALL_POLICIES["zenflow"], "")
+    model(torch.randn(6, 32)).square().sum().backward()
+    optimizer.step()
+
+
+def test_experts_that_are_no_dtensors_are_refused(four_ranks: RankProcesses) -> None:
+    """The norm of gradients would count those of one rank of a pair."""
+    for text in messages(four_ranks.outcomes(with_own_experts)):
+        assert re.search(r"rank 0 and rank 1 have different weights of parameter 2.* make them DTensors", text)

@@ -42,11 +42,11 @@ class LocalShard(Parameter):
     def of(param: Parameter, sharding: Sharding, everyone: Sequence[int]) -> LocalShard:
         shard: LocalShard = Tensor._make_subclass(LocalShard, torch_private.local_tensor(param), param.requires_grad)
         pieces = tuple(sharding.along(param, dim) for dim in sharding.dims[1:])
-        largest, own = list(param.shape), list(param.shape)
+        largest, own, uneven = list(param.shape), list(param.shape), False
         for piece in pieces:
+            uneven |= own[piece.dim] % piece.ranks != 0  # on all ranks: pieces are equal until one division is uneven
             largest[piece.dim] = len(piece.part(largest[piece.dim], 0))
             own[piece.dim] = len(piece.part(own[piece.dim]))
-        uneven = any(param.shape[piece.dim] % piece.ranks for piece in pieces)
         shard.by = replace(
             sharding.along(param, sharding.dims[0]),
             members=sharding.members,
@@ -252,6 +252,15 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
                 "a parameter belongs to FullyShardedDataParallel, whose 1-D shards have no columns to select and "
                 f"would all stay on the device; {ALTERNATIVE}"
             )
+
+
+def repeated_parts(params: Sequence[Tensor], everyone: Sequence[int]) -> list[tuple[int, int, Tensor]]:
+    """The parts that ranks of other meshes are taken to have, too: index of the parameter, place in the mesh, part."""
+    found = []
+    for index, param in enumerate(params):
+        if torch_private.is_dtensor(param) and len(ranks := _sharding(param).ranks) < len(everyone):
+            found.append((index, ranks.index(torch.distributed.get_rank()), torch_private.local_tensor(param)))
+    return found
 
 
 def refuse_other_sharding(params: Sequence[Tensor], added: Sequence[Tensor]) -> None:

@@ -131,18 +131,22 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
 
 
 def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
-    """Raise ValueError if ``dcp.load`` has put moments of torch.optim.AdamW into the state of an optimizer in use.
+    """Raise ValueError if PyTorch has put moments of torch.optim.AdamW into the state of an optimizer in use.
 
-    The rest of the state is still that of this moment, and says how many gradients each parameter has taken.
+    The rest of the state is still that of this moment, and says how many gradients each parameter has taken. After as
+    many steps the weights tell, if they were loaded before: of scaled moments they are this optimizer's.
     """
     if not engine.step or checked.step != engine.step or engine.core.failure is not None:
         return
     for index, offloaded in engine.offloaded.items():
         entry, own = checked.entries.get(index, {}), _gradients_taken(offloaded)
-        if "master" not in entry or int(entry["step"]) in (0, own):
+        if "master" not in entry or int(entry["step"]) == 0:
             return
-        saved = entry if offloaded.plan.share is None else own_entry(offloaded.plan, entry)
-        if not torch.equal(saved["master"].cpu(), dense_state(offloaded)["master"]):
+        plan, state = offloaded.plan, dense_state(offloaded)
+        saved = entry if plan.share is None else own_entry(plan, entry)
+        if not torch.equal(saved["master"].cpu(), state["master"]):
+            return
+        if int(entry["step"]) == own and (plan.staleness or _is_own(offloaded, saved, state)):
             return
     for index, offloaded in engine.offloaded.items():
         raise ValueError(
@@ -151,6 +155,14 @@ def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
             "reads the state of a torch.optim.AdamW into it: load that before the first step, or by "
             "optimizer.load_state_dict()"
         )
+
+
+def _is_own(offloaded: OffloadedParam, saved: Mapping[str, Any], state: Mapping[str, Tensor]) -> bool:
+    """Whether a parameter has the weight that belongs to its masters, or its moments are this moment's."""
+    plan = offloaded.plan
+    weight = offloaded.weights.matrix if plan.share is not None else offloaded.param.detach()
+    same = torch.equal(weight.cpu().reshape(plan.shape), state["master"].to(plan.dtype))
+    return same or all(torch.equal(saved[name].cpu(), state[name]) for name in _STATE[1:])
 
 
 class ShownStep(NamedTuple):

@@ -286,8 +286,11 @@ def _check_entries(entry: Mapping[str, Any], plan: ParamPlan) -> None:
 
 
 def _selected_by_others(entry: Mapping[str, Any], plan: ParamPlan) -> bool:
-    """Whether another number of ranks selected the slices, each rank among its own."""
-    return "selecting_ranks" in entry and int(entry["selecting_ranks"]) != plan.selecting_ranks
+    """Whether another number of ranks selected the slices, each rank among its own, or ranks that had other ones."""
+    if "selecting_ranks" not in entry:
+        return False
+    others_own = plan.selecting_ranks > 1 and "mask" in entry and int(entry["mask"].sum()) != plan.k
+    return others_own or int(entry["selecting_ranks"]) != plan.selecting_ranks
 
 
 def _check_model_shape(part: _Part, own: tuple[int, ...]) -> None:

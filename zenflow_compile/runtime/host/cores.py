@@ -221,6 +221,11 @@ def local_ranks() -> LocalRanks:
     return _of_torchrun() or max(_of_slurm() or _ALONE, _met, key=attrgetter("size"))
 
 
+def bound_by_launcher() -> bool:
+    """Whether this process has CPUs of its own, as ``srun --cpus-per-task`` and ``mpirun`` give: none are to divide."""
+    return _of_torchrun() is None and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+
+
 def _of_torchrun() -> LocalRanks | None:
     with suppress(KeyError, ValueError):
         rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

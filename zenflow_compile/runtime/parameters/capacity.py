@@ -22,6 +22,7 @@ from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import (
     PCI_DEVICES,
     LocalRanks,
+    bound_by_launcher,
     choose_cores,
     local_ranks,
     node_of_device,
@@ -104,7 +105,7 @@ def worker_cores(options: Options, device: torch.device | None = None) -> tuple[
     """
     if isinstance(options.workers, tuple):
         return options.workers
-    ranks = local_ranks()
+    ranks = LocalRanks(0, 1) if bound_by_launcher() else local_ranks()
     nodes = None if device is None else nodes_of_ranks(ranks, device_of(device))
     cores = ranks.cores(physical_cores(), nodes)
     count = worker_count(len(cores), cpu_quota(), options.threads(len(cores)))

@@ -21,7 +21,7 @@ from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GROUPS, dividing_ranks
 from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup, first_difference, meet
-from zenflow_compile.runtime.sharding import sharding_of
+from zenflow_compile.runtime.sharding import repeated_parts, sharding_of
 from zenflow_compile.torch_internals import torch_private
 
 _OWN = {"nvme_path", "workers"}
@@ -189,10 +189,28 @@ def agreed(
                 "all ranks train the same model from the same weights, with the same options and versions (use one "
                 "seed for the model, or broadcast rank 0's weights before the optimizer is created)"
             )
+        _check_repeated(ranks, params)
         choices = {name: value for name, value in asdict(resolved).items() if name not in _OWN}
         chosen = json.loads(ranks.gather_texts(Call.BUILD, json.dumps(choices, default=str))[0])
     changes = {name: value for name, value in chosen.items() if value != json.loads(json.dumps(choices[name]))}
     return Options.from_keywords(**{**asdict(resolved), **changes}) if changes else resolved
+
+
+def _check_repeated(ranks: RankGroup, params: Sequence[Tensor]) -> None:
+    """Raise RankError if ranks of other meshes have other values of a parameter: experts that each has of its own."""
+    parts = repeated_parts(params, range(ranks.message_size))
+    sums = _checksums([part for _, _, part in parts])
+    own = [[index, place, total] for (index, place, _), total in zip(parts, sums, strict=True)]
+    first: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank, text in enumerate(ranks.gather_texts(Call.BUILD, json.dumps(own))):
+        for index, place, total in json.loads(text):
+            other, expected = first.setdefault((index, place), (rank, total))
+            if total != expected:
+                raise ranks.failure(
+                    f"rank {other} and rank {rank} have different weights of parameter {index}, which is sharded over "
+                    "fewer ranks than the model: if these are experts of their own, make them DTensors, as by "
+                    "distribute_tensor(weight, mesh_of_experts, [Shard(0)]), or use one optimizer for them on each rank"
+                )
 
 
 def _describe(given: Options, groups: Sequence[Mapping[str, Any]], params: Sequence[Tensor]) -> dict[str, Any]:
