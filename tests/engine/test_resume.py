@@ -33,7 +33,7 @@ SETTINGS = settings(
 )
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("entry", ENTRIES, ids=ENTRY_IDS)
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -74,7 +74,7 @@ def steps(request: pytest.FixtureRequest, small_weights: None, monkeypatch: pyte
         assert each.peak_bytes <= 2 * each.weights.ring_bytes + each.held_bytes
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(6)
 @each_member()
 def test_offloaded_weights_change_no_number(member: Member, steps: list[Seen]) -> None:
     plain = train(member, "eager", 9)

@@ -155,6 +155,7 @@ def test_shards_go_on_from_the_other_optimizer(
     assert difference(expected[0], found[0]) < 1e-6
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("trained", [SAVED_AT - 2, SAVED_AT, SAVED_AT + 2])
 def test_state_of_adamw_is_refused_by_a_trained_one(

@@ -121,7 +121,7 @@ def run(
     return left
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("options", OPTIONS)

@@ -140,13 +140,17 @@ def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
         return
     for index, offloaded in engine.offloaded.items():
         entry, own = checked.entries.get(index, {}), _gradients_taken(offloaded)
-        if "master" not in entry or int(entry["step"]) == 0:
+        plan = offloaded.plan
+        # Hazard: a file may be damaged, and the load is the way out.
+        if "master" not in entry or int(entry["step"]) == 0 or plan.in_file:
             return
-        plan, state = offloaded.plan, dense_state(offloaded)
         saved = entry if plan.share is None else own_entry(plan, entry)
+        if int(entry["step"]) == own and _may_be_own(offloaded, saved):
+            return
+        state = dense_state(offloaded)
         if not torch.equal(saved["master"].cpu(), state["master"]):
             return
-        if int(entry["step"]) == own and (plan.staleness or _is_own(offloaded, saved, state)):
+        if int(entry["step"]) == own and all(torch.equal(saved[name].cpu(), state[name]) for name in _STATE[1:]):
             return
     for index, offloaded in engine.offloaded.items():
         raise ValueError(
@@ -157,12 +161,13 @@ def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
         )
 
 
-def _is_own(offloaded: OffloadedParam, saved: Mapping[str, Any], state: Mapping[str, Tensor]) -> bool:
-    """Whether a parameter has the weight that belongs to its masters, or its moments are this moment's."""
+def _may_be_own(offloaded: OffloadedParam, saved: Mapping[str, Any]) -> bool:
+    """Whether a parameter has the weight that belongs to saved masters, or others are shown, or it is elsewhere."""
     plan = offloaded.plan
+    if plan.staleness or offloaded.weights.home is not None:
+        return True
     weight = offloaded.weights.matrix if plan.share is not None else offloaded.param.detach()
-    same = torch.equal(weight.cpu().reshape(plan.shape), state["master"].to(plan.dtype))
-    return same or all(torch.equal(saved[name].cpu(), state[name]) for name in _STATE[1:])
+    return torch.equal(weight.cpu().reshape(plan.shape), saved["master"].cpu().to(plan.dtype))
 
 
 class ShownStep(NamedTuple):
