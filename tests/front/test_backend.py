@@ -146,6 +146,7 @@ def train(compiled: Any, reference: nn.Module, inputs: Iterable[Tensor]) -> None
         total(reference(x)).backward()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("options", BOTH)
 @pytest.mark.parametrize("name", ZOO)
 def test_models_equal_adamw(name: str, options: dict[str, Any], recording: Callable[..., RecordingEngine]) -> None:

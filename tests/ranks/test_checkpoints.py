@@ -52,6 +52,7 @@ def run_as_rank(
     return run(options, begin, end, state, rank, 2)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", SETS)
 def test_state_moves_between_numbers_of_ranks(two_ranks: RankProcesses, name: str) -> None:
     """Saved in the middle of a window on 2 ranks or 1, and continued on 2 or 1."""

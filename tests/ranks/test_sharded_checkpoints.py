@@ -90,7 +90,7 @@ def resume(rank: int, ranks: int, options: dict[str, Any], folder: str) -> list[
 SETS = {**ALL_POLICIES, **{f"windowed {name}": options for name, options in WINDOWED.items()}}
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", SETS)
 def test_resumed_shards_are_bitwise_equal(two_ranks: RankProcesses, name: str, tmp_path: Path) -> None:
     expected = two_ranks.call(save, 2, SETS[name], str(tmp_path))
@@ -187,6 +187,7 @@ def test_state_of_two_ranks_loads_on_three(
     assert difference(expected[0], two_ranks.call(resume, 2, ALL_POLICIES[policy], str(back))[0]) < 1e-6
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_state_of_four_ranks_loads_on_one(
     one_rank: RankProcesses, four_ranks: RankProcesses, policy: str, tmp_path: Path
@@ -214,6 +215,7 @@ RESHARDED = [name for name in WINDOWED if name != "int8"]
 """Scales of int8 gradients belong to the parts of columns that ranks have: they load on as many ranks."""
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", RESHARDED)
 def test_flushed_windows_load_on_three(
     two_ranks: RankProcesses, three_ranks: RankProcesses, name: str, tmp_path: Path
