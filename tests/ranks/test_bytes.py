@@ -189,7 +189,7 @@ def test_ranks_of_srun(
 def without_a_launcher(rank: int, kind: str) -> list[Any]:
     """What a rank has of its machine, as processes do that ``multiprocessing`` starts; before, and after they met."""
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    with mock.patch.dict(os.environ), mock.patch.object(cores, "_met", LocalRanks(0, 1)):
+    with mock.patch.dict(os.environ), mock.patch.object(cores, "_met", []):
         for name in names:
             del os.environ[name]
         found: list[Any] = [tuple(local_ranks())]
@@ -211,3 +211,21 @@ def test_ranks_divide_a_machine_without_a_launcher(two_ranks: RankProcesses, kin
     assert first[2]
     assert second[2]
     assert not set(first[2]) & set(second[2])
+
+
+def test_bound_processes_use_all_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``srun`` and ``mpirun`` have divided them. torchrun has not, whatever a container leaves."""
+    for name, value in {"STEP_TASKS_PER_NODE": "2", "NODEID": "0", "LOCALID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("zenflow_compile.runtime.parameters.capacity.physical_cores", lambda: FOUR_CORES)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(cores, "usable_cores", lambda: [0, 1, 2, 3])
+    assert set(worker_cores(Options(workers=2))) == {2, 3}, "the second half of the machine"
+    with pytest.raises(ValueError, match="workers=3"):
+        worker_cores(Options(workers=3))
+    monkeypatch.setattr(cores, "usable_cores", lambda: [2, 3])
+    assert len(worker_cores(Options(workers=4))) == 4, "all that it was given"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert set(worker_cores(Options(workers=2))) == {2, 3}

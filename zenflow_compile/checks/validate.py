@@ -43,12 +43,17 @@ def check_ratio(name: str, value: Any) -> float:
     return check_number(name, value, 0.0, 1.0)
 
 
+def usable_cores() -> list[int]:
+    """The logical cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def check_cores(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as logical cores that this process may use, without duplicates."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise TypeError(f"{name}={value!r} must be a list of core numbers, such as [2, 3], or None")
     cores = tuple(check_integer(f"{name}[{index}]", core, 0) for index, core in enumerate(value))
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    usable = usable_cores()
     unusable = [core for core in cores if core not in usable]
     if unusable or not cores or len(set(cores)) < len(cores):
         raise ValueError(

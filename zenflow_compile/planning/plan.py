@@ -199,7 +199,6 @@ class Shard:
         counted: this rank counts in sums over ranks of selected slices: it selects among its own, or is the first one.
         ranks: that have parts.
         members: numbers of these ranks in the run.
-        pieces: in which the model's parameter was divided before: ``whole`` is the plan of one of them.
     """
 
     whole: ParamPlan
@@ -207,7 +206,6 @@ class Shard:
     counted: bool
     ranks: int
     members: tuple[int, ...] = ()
-    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +240,7 @@ class ParamPlan:
             part.
         flat: set where several ranks divide a streamed parameter; ``shape`` is that of this rank's part.
         shard: set where the model is sharded; the other attributes are those of this rank's part.
+        pieces: in which tensor and expert parallelism have divided the model's parameter: ``whole`` is one of them.
     """
 
     index: int
@@ -270,6 +269,7 @@ class ParamPlan:
     share: Share | None = None
     flat: FlatShare | None = None
     shard: Shard | None = None
+    pieces: int = 1
 
     @property
     def whole(self) -> ParamPlan:
@@ -307,9 +307,7 @@ class ParamPlan:
     @property
     def selecting_ranks(self) -> int:
         """Ranks that each select among their own slices, or pieces; 1 if all select as one device would."""
-        if self.shard is None:
-            return 1
-        return self.shard.pieces * (self.shard.ranks if self.shard.divides_slices else 1)
+        return self.pieces * (self.shard.ranks if self.shard is not None and self.shard.divides_slices else 1)
 
     @property
     def most_swaps(self) -> int:

@@ -545,8 +545,8 @@ def shard_of(whole: ParamPlan, by: ShardedBy) -> ParamPlan:
         counted=(divides or by.rank == 0) and not by.repeated,
         ranks=by.ranks,
         members=by.members,
-        pieces=by.pieces,
     )
+    whole = replace(whole, pieces=by.pieces)
     if not whole.offloaded:
         return replace(whole, shape=shape, shard=shard)
     inner = math.prod(whole.shape[by.dim + 1 :]) if by.dim == 1 else 1  # columns of the 2-D view for each index

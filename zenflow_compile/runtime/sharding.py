@@ -254,11 +254,15 @@ def refuse_sharded(params: Iterable[Tensor]) -> None:
             )
 
 
-def repeated_parts(params: Sequence[Tensor], everyone: Sequence[int]) -> list[tuple[int, int, Tensor]]:
-    """The parts that ranks of other meshes are taken to have, too: index of the parameter, place in the mesh, part."""
+def repeated_parts(params: Sequence[Tensor], everyone: int) -> list[tuple[int, int, Tensor]]:
+    """The parts that ranks of other meshes are taken to have, too: index of the parameter, place in the mesh, part.
+
+    Args:
+        everyone: number of all ranks of the optimizer.
+    """
     found = []
     for index, param in enumerate(params):
-        if torch_private.is_dtensor(param) and len(ranks := _sharding(param).ranks) < len(everyone):
+        if torch_private.is_dtensor(param) and len(ranks := _sharding(param).ranks) < everyone:
             found.append((index, ranks.index(torch.distributed.get_rank()), torch_private.local_tensor(param)))
     return found
 

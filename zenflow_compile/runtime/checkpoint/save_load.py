@@ -133,41 +133,37 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
 def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
     """Raise ValueError if PyTorch has put moments of torch.optim.AdamW into the state of an optimizer in use.
 
-    The rest of the state is still that of this moment, and says how many gradients each parameter has taken. After as
-    many steps the weights tell, if they were loaded before: of scaled moments they are this optimizer's.
+    The rest of the state is still that of this moment, and says how many gradients each parameter has taken.
     """
-    if not engine.step or checked.step != engine.step or engine.core.failure is not None:
+    if not engine.step or checked.step != engine.step or engine.core.failure is not None or not engine.offloaded:
         return
-    for index, offloaded in engine.offloaded.items():
-        entry, own = checked.entries.get(index, {}), _gradients_taken(offloaded)
-        plan = offloaded.plan
-        # Hazard: a file may be damaged, and the load is the way out.
-        if "master" not in entry or int(entry["step"]) == 0 or plan.in_file:
-            return
-        saved = entry if plan.share is None else own_entry(plan, entry)
-        if int(entry["step"]) == own and _may_be_own(offloaded, saved):
-            return
-        state = dense_state(offloaded)
-        if not torch.equal(saved["master"].cpu(), state["master"]):
-            return
-        if int(entry["step"]) == own and all(torch.equal(saved[name].cpu(), state[name]) for name in _STATE[1:]):
-            return
-    for index, offloaded in engine.offloaded.items():
+    if all(_has_other_moments(each, _own_entry(engine, index, checked)) for index, each in engine.offloaded.items()):
+        index, first = next(iter(engine.offloaded.items()))
         raise ValueError(
-            f"the state dict has step={int(checked.entries[index]['step'])} for {offloaded.plan.name!r}, which has "
-            f"taken {_gradients_taken(offloaded)} gradients, and else this optimizer's own state, as when dcp.load "
-            "reads the state of a torch.optim.AdamW into it: load that before the first step, or by "
-            "optimizer.load_state_dict()"
+            f"the state dict has step={int(checked.entries[index]['step'])} for {first.plan.name!r}, which has taken "
+            f"{_gradients_taken(first)} gradients, and else this optimizer's own state, as when dcp.load reads the "
+            "state of a torch.optim.AdamW into it: load that before the first step, or by optimizer.load_state_dict()"
         )
 
 
-def _may_be_own(offloaded: OffloadedParam, saved: Mapping[str, Any]) -> bool:
-    """Whether a parameter has the weight that belongs to saved masters, or others are shown, or it is elsewhere."""
+def _has_other_moments(offloaded: OffloadedParam, entry: Mapping[str, Any] | None) -> bool:
+    """Whether ``entry`` has this moment's masters, and moments that do not belong to them.
+
+    After as many steps the weight tells, if it was loaded before: with moments that were scaled it is the masters'.
+    """
     plan = offloaded.plan
-    if plan.staleness or offloaded.weights.home is not None:
-        return True
-    weight = offloaded.weights.matrix if plan.share is not None else offloaded.param.detach()
-    return torch.equal(weight.cpu().reshape(plan.shape), saved["master"].cpu().to(plan.dtype))
+    # Hazard: a file may be damaged, and the load is the way out.
+    if entry is None or "master" not in entry or int(entry["step"]) == 0 or plan.in_file or plan.weight_in_file:
+        return False
+    if int(entry["step"]) != _gradients_taken(offloaded):
+        return torch.equal(entry["master"].cpu(), dense_state(offloaded)["master"])
+    masters = entry["master"].cpu().to(plan.dtype)
+    if plan.staleness or torch.equal(offloaded.weights.values.cpu().flatten(), masters.flatten()):
+        return False  # late updates show another weight
+    state = dense_state(offloaded)
+    return torch.equal(entry["master"].cpu(), state["master"]) and not all(
+        torch.equal(entry[name].cpu(), state[name]) for name in _STATE[1:]
+    )
 
 
 class ShownStep(NamedTuple):
@@ -247,9 +243,7 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
     for index, weight in checked.weights.items():
         engine.access.write_weight(index, weight)  # of a flushed window; compared with the masters at the first use
     for index in range(len(engine.params)):
-        entry, plan = checked.entries.get(index), engine.plan.params[index]
-        if entry is not None and plan.shard is None and plan is not plan.whole:  # of a shard, it is local already
-            entry = own_entry(plan, entry)
+        entry, plan = _own_entry(engine, index, checked), engine.plan.params[index]
         if index in engine.offloaded:
             offloaded = engine.offloaded[index]
             if (home := offloaded.weights.home) is not None:
@@ -261,6 +255,14 @@ def _load(engine: Engine, groups: Sequence[dict[str, Any]], checked: Checked) ->
             _load_offloaded(engine, offloaded, full, flushed_at_load=index in checked.weights)
         else:
             engine.registry.device_updated.load(index, _whole_state(engine, index, entry))
+
+
+def _own_entry(engine: Engine, index: int, checked: Checked) -> Mapping[str, Any] | None:
+    """The entries of what this rank has of a parameter; None without any."""
+    entry, plan = checked.entries.get(index), engine.plan.params[index]
+    if entry is None or plan.shard is not None or plan is plan.whole:  # of a shard, it is local already
+        return entry
+    return own_entry(plan, entry)
 
 
 def _own(value: Any) -> Any:

@@ -120,8 +120,9 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         entry = entries[index]
         _check_entries(entry, saved_before)
         steps.add(int(entry["optimizer_step"]))
-        shortest |= {int(entry[name]) for name in ("shortest_window",) if name in entry}
-        has_layout = have_one_layout(plan, saved_before) and ("shortest_window" in entry) == engine.plan.adaptive
+        if was_adaptive := "shortest_window" in entry:
+            shortest.add(int(entry["shortest_window"]))
+        has_layout = have_one_layout(plan, saved_before) and was_adaptive == engine.plan.adaptive
         if not has_layout or plan.k != saved_before.k:
             converted.add(index)
         if index in converted or _selected_by_others(entry, plan):

@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 import psutil
 
+from zenflow_compile.checks.validate import usable_cores
 from zenflow_compile.performance.hardware import LEFT_FREE
 
 SYSTEM = Path("/sys/devices/system")
@@ -49,7 +50,7 @@ def physical_cores(system: Path = SYSTEM, usable: Sequence[int] | None = None) -
             cores are assumed to be the physical ones, as Linux numbers them, up to psutil's count.
     """
     if usable is None:
-        usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        usable = usable_cores()
     siblings = {logical: _siblings(system / f"cpu/cpu{logical}/topology") for logical in usable}
     if None in siblings.values():
         physical = psutil.cpu_count(logical=False) or len(usable)
@@ -203,13 +204,12 @@ class LocalRanks(NamedTuple):
 
 
 _ALONE = LocalRanks(0, 1)
-_met = _ALONE
+_met: list[LocalRanks] = []
 
 
 def note_local_ranks(ranks: LocalRanks) -> None:
     """Note which ranks this process has met on its machine, for programs whose launcher does not say it."""
-    global _met
-    _met = max(_met, ranks, key=attrgetter("size"))
+    _met.append(ranks)
 
 
 def local_ranks() -> LocalRanks:
@@ -218,12 +218,12 @@ def local_ranks() -> LocalRanks:
     Of the last two the greater number is right: srun does not count processes that a program starts, and ranks of
     another model are not met.
     """
-    return _of_torchrun() or max(_of_slurm() or _ALONE, _met, key=attrgetter("size"))
+    return _of_torchrun() or max(_of_slurm() or _ALONE, *_met, _ALONE, key=attrgetter("size"))
 
 
 def bound_by_launcher() -> bool:
     """Whether this process has CPUs of its own, as ``srun --cpus-per-task`` and ``mpirun`` give: none are to divide."""
-    return _of_torchrun() is None and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
+    return _of_torchrun() is None and len(usable_cores()) < (os.cpu_count() or 1)
 
 
 def _of_torchrun() -> LocalRanks | None:

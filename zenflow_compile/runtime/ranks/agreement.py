@@ -198,7 +198,7 @@ def agreed(
 
 def _check_repeated(ranks: RankGroup, params: Sequence[Tensor]) -> None:
     """Raise RankError if ranks of other meshes have other values of a parameter: experts that each has of its own."""
-    parts = repeated_parts(params, range(ranks.message_size))
+    parts = repeated_parts(params, ranks.message_size)
     sums = _checksums([part for _, _, part in parts])
     own = [[index, place, total] for (index, place, _), total in zip(parts, sums, strict=True)]
     first: dict[tuple[int, int], tuple[int, int]] = {}

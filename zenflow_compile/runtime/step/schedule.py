@@ -214,8 +214,7 @@ class Schedule:
             return Wanted(device.best_slices(), plan.most_swaps) if steps >= least else None
         whole = plan.whole
         own = plan if plan.share is None else whole
-        pieces = 1 if plan.shard is None else plan.shard.pieces
-        kept = 1.0 - self._leaving.pop(plan.index, 0.0) / (whole.k * pieces)
+        kept = 1.0 - self._leaving.pop(plan.index, 0.0) / (whole.k * plan.pieces)
         if steps >= least and kept < RESELECT_BELOW:
             paid_bytes = STATE_BUDGET * steps * own.numel * own.dtype.itemsize
             if swaps := int(paid_bytes / (2 * STATE_BYTES * own.length)):
