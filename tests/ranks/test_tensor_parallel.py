@@ -211,6 +211,48 @@ def test_ranks_plan_pieces_alike(two_ranks: RankProcesses, layers: str) -> None:
     assert first == second
 
 
+def part_of_a_run(
+    rank: int, shape: tuple[int, ...], options: dict[str, Any], folder: str, first: int, stop: int
+) -> list[Tensor]:
+    """The whole weights behind ``flush()``, of a run that begins with what an earlier part has saved, and saves."""
+    model, tensor, ranks = parallel(shape, "rows"), shape[-1], torch.distributed.get_world_size()
+    optimizer = optimizer_over(model, options, folder)
+    if first:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/saved")
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    for step in range(first, stop):
+        backward(model, step, rank // tensor, ranks // tensor)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, state = get_state_dict(model, optimizer)
+    if not first:
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/saved")
+    optimizer.flush()
+    found = whole(model)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 2)), ((2, 2), (4, 1)), ((2, 2), (1, 2)), ((1, 2), (2, 2))])
+@pytest.mark.parametrize("name", ["zero_offload", "zenflow", "re-selecting"])
+def test_state_loads_on_other_meshes(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    """The update windows are flushed there where ranks have other slices."""
+    options = {**ALL_POLICIES, **WINDOWED}[name]
+    saving, loading = (processes(request, torch.Size(shape).numel()) for shape in (before, after))
+    expected = saving.call(part_of_a_run, before, options, str(tmp_path), 0, 6)
+    if name == "re-selecting":
+        found = loading.call(part_of_a_run, after, options, str(tmp_path), 6, 6)
+        assert difference(expected[0], found[0]) < EXACT
+        return
+    found = loading.call(part_of_a_run, after, options, str(tmp_path), 6, 12)
+    assert_equal_ranks(found)
+    assert difference(found[0], of_adamw("rows", 12)) < EXACT
+
+
 class OwnExperts(nn.Module):
     """Eight experts, of which a rank of expert parallelism has four."""
 
