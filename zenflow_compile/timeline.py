@@ -5,13 +5,15 @@ Recording appends one tuple to a deque, so that it costs next to nothing; everyt
 Lanes and the kinds on them:
 
 ===============  =======================================================================================
-``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall), ``inference``
-                 (a forward without gradients), ``compile``
+``compute``      ``forward``, ``backward``, ``update``, ``merge``, ``select``, ``wait`` (the stall), ``rank_wait`` (for
+                 other ranks), ``inference`` (a forward without gradients), ``compile``
 ``D2H`` ``H2D``  ``copy`` (gradients down, weights up), ``state`` (moved by a re-selection, or streamed through the
                  device around its update), ``load`` (offloaded weights), ``write_back`` (those that the device
                  updates); with bytes
 ``worker N``     ``host_update``, ``state`` of a re-selection (bytes: host memory read and written)
 ``disk``         ``read``, ``write`` (state in files, in and out of the host's cache); with bytes
+``ranks``        what this rank put into a collective, by its kind; with bytes; instantaneous. ``rank_wait``: on another
+                 stream than the model's, a collective or a wait for one
 ``peers``        ``copy`` (collectives among ranks; bytes), in simulations
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own
 ``windows``      ``flush`` (an update window was flushed), ``select`` (a selection became current); instantaneous
@@ -47,7 +49,6 @@ GRADIENTS = "gradients"
 MEMORY = "memory"
 RANKS = "ranks"
 WORKER_PREFIX = "worker"
-OTHER_RANKS = "(other ranks)"  # what a wait is for, in place of a parameter
 
 # The last one is called with each new engine. A context variable, so that a profile ends with its `with` block and does
 # not record engines that other threads create.

@@ -66,6 +66,7 @@ def test_known_run():
         "selections": 1,
         "state_moves": 1,
         "rank_wait_ms_per_step": None,
+        "in_collectives_ms_per_step": None,
         "sent_bytes_per_step": None,
         "dense_gradients": {},
         "device_bytes_by_phase": {},
@@ -210,5 +211,5 @@ def test_only_the_start_of_a_run_has_a_warm_up():
     ends = [0, 100, 110, 120, 130]
     run = recording([event("step", "step", start, end) for start, end in pairwise(ends)])
     assert summarize(run)["step_ms"] == 10
-    assert summarize(run, warm_up=False)["step_ms"] == 32.5
+    assert summarize(run, warm_up=0)["step_ms"] == 32.5
     assert summarize(dataclasses.replace(run, predicted=True))["step_ms"] == 32.5

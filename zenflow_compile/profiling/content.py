@@ -40,6 +40,7 @@ def _rows(recording: Recording, s: Summary) -> list[tuple[str, str]]:
         ms_text(s["merge_ms_per_step"], " merge"),
         ms_text(s["select_ms_per_step"], " re-selection"),
         ms_text(s["stall_ms_per_step"], " stall"),
+        *([] if s["rank_wait_ms_per_step"] is None else [ms_text(s["rank_wait_ms_per_step"], " waits for ranks")]),
         ms_text(s["other_ms_per_step"], " other"),
     )
     rows = [

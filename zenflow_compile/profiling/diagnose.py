@@ -41,6 +41,12 @@ def diagnose(summary: Summary) -> Diagnosis:
     if step_ms is None or stall_ms is None:
         return Diagnosis("Nothing was measured: no optimizer step ended while the profile was on.")
     stall_share = summary["stall_share"] or 0.0
+    if (of_ranks := summary["rank_wait_ms_per_step"] or 0.0) >= max(stall_ms, _NO_STALL * step_ms):
+        return Diagnosis(
+            f"The ranks wait for each other and for their collectives, {milliseconds(of_ranks)} per step "
+            f"({percent(of_ranks / step_ms)} of the time); larger batches, or gradient_accumulation_steps, make that "
+            "rarer; report_ranks() shows which rank is late."
+        )
     offloads = bool(summary["host_update_ms_per_step"] or summary["d2h_bytes_per_step"])
     if stall_share < _NO_STALL and offloads:
         return Diagnosis(outside_of_graphs(summary) or _no_stall(summary, step_ms))
@@ -57,11 +63,6 @@ def diagnose(summary: Summary) -> Diagnosis:
             f"The step waits for its host update by design (policy {summary['policy']}), {waits}; "
             f"{remedy} would let it run during the next forward.",
             Change.OVERLAP,
-        )
-    if (of_ranks := summary["rank_wait_ms_per_step"] or 0.0) > _MOSTLY * stall_ms:
-        return Diagnosis(
-            f"The ranks wait for each other and for their collectives, {milliseconds(of_ranks)} of {waits}; larger "
-            "batches, or gradient_accumulation_steps, make that rarer; report_ranks() shows which rank is late."
         )
     sentence, change, ratio = max(_demands(summary), key=lambda demand: demand[-1])
     early = (summary["stall_early_share"] or 0.0) >= _MOSTLY

@@ -68,4 +68,5 @@ def _limit(recording: Recording, summary: Summary, moved: Traffic | None) -> Lim
     if moved is None or recording.bandwidths is None or step_ms is None or stall_ms is None:
         return None
     seen = reached(recording.bandwidths, summary)
-    return limit_of(moved, seen, device_ms=max(0.0, step_ms - stall_ms))
+    waits_ms = stall_ms + (summary["rank_wait_ms_per_step"] or 0.0)
+    return limit_of(moved, seen, device_ms=max(0.0, step_ms - waits_ms))

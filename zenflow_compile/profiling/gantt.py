@@ -105,6 +105,33 @@ def draw(
     )
 
 
+def draw_together(recordings: Mapping[str, Recording], *, width: int, steps: int = 4) -> Gantt | None:
+    """The compute lanes of recordings of one clock, with their names, during the last ``steps`` steps of all.
+
+    None if one of them has no step to show.
+    """
+    shown = [last_steps(recording, steps) for recording in recordings.values()]
+    found = [each for each in shown if each is not None]
+    if not found or len(found) < len(shown):
+        return None
+    start, end = min(each[0].start_ns for each in found), max(each[-1].end_ns for each in found)
+    label_width = label_width_of(recordings)
+    slices = _Slices(start, end - start, max(_MIN_CELLS, width - label_width))
+    return Gantt(
+        ruler=_ruler(found[0], slices, slices.count),
+        rows={
+            name: _kinds(slices.times(lanes_of(recording, start, end)[COMPUTE]))
+            for name, recording in recordings.items()
+        },
+        busy={},
+        label_width=label_width,
+        slices=slices.count,
+        span_ms=(end - start) / 1e6,
+        evaluation_ms=0.0,
+        steps=len(found[0]),
+    )
+
+
 def last_steps(recording: Recording, count: int) -> list[Event] | None:
     """The last ``count`` optimizer steps; None if they took no time."""
     all_steps = (event for event in recording.events if event.lane == STEP)

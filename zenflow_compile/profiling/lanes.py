@@ -32,6 +32,7 @@ BACKWARD = Mark("backward", "▒", "b", "blue", "backward")
 UPDATE = Mark("device update", "▓", "u", "magenta", "device-update")
 EVALUATION = Mark("evaluation (no_grad)", "o", "o", "dim cyan", "evaluation")
 WAIT = Mark("waiting", "!", "!", "bold red", "waiting")
+RANK_WAIT = Mark("waiting for ranks", "?", "?", "dim red", "waiting-for-ranks")
 COMPILE = Mark("compilation", "c", "c", "dim", "compilation")
 COPY = Mark("copy", BLOCKS[-1], DIGITS[-1], "green", "copy")
 STATE = Mark("state move", BLOCKS[-1], DIGITS[-1], "yellow", "state-move")
@@ -42,12 +43,12 @@ WAITED_FOR = Mark("host update, waited for", BLOCKS[-1], DIGITS[-1], "bold red",
 OTHER = Mark("other", "+", "+", "dim", "other")
 IDLE = Mark("idle", "·", ".", "dim", "lane")
 _OF_HOST = (HOST, EXPOSED, NOT_WAITED_FOR, WAITED_FOR)
-MARKS = (FORWARD, BACKWARD, UPDATE, EVALUATION, COMPILE, WAIT, COPY, STATE, *_OF_HOST, OTHER, IDLE)
+MARKS = (FORWARD, BACKWARD, UPDATE, EVALUATION, COMPILE, WAIT, RANK_WAIT, COPY, STATE, *_OF_HOST, OTHER, IDLE)
 
-INNERMOST_FIRST = (EVALUATION, COMPILE, WAIT, UPDATE, BACKWARD, FORWARD, OTHER, STATE, COPY, *_OF_HOST)
+INNERMOST_FIRST = (EVALUATION, COMPILE, WAIT, RANK_WAIT, UPDATE, BACKWARD, FORWARD, OTHER, STATE, COPY, *_OF_HOST)
 """Nested work is cut out of the work around it. Waits inside an evaluation belong to it, as in ``summary``."""
 
-_COMPUTE_MARKS = {"wait": WAIT, "update": UPDATE, "merge": UPDATE, "select": UPDATE}
+_COMPUTE_MARKS = {"wait": WAIT, "rank_wait": RANK_WAIT, "update": UPDATE, "merge": UPDATE, "select": UPDATE}
 _COMPUTE_MARKS |= {"backward": BACKWARD, "forward": FORWARD, "inference": EVALUATION, "evaluation": EVALUATION}
 _COMPUTE_MARKS |= {"compile": COMPILE}
 

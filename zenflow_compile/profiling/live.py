@@ -81,7 +81,7 @@ class Live:
                 pause = max(_OFTEN_S, _SHARE * (time.thread_time() - began))
 
     def _print(self, last: Recording) -> None:
-        self._say(status(last, summarize(last, warm_up=False)))
+        self._say(status(last, summarize(last, warm_up=0)))
 
     def _say(self, text: str) -> None:
         if is_closed(self._console.file):
@@ -95,7 +95,7 @@ class Live:
     def _lines(self, last: Recording) -> list[str]:
         blocks, width = can_show_blocks(self._console), self._console.width - 1
         text = Text(no_wrap=True)
-        text.append(status(last, summarize(last, warm_up=False)))
+        text.append(status(last, summarize(last, warm_up=0)))
         text.truncate(width, overflow="ellipsis" if blocks else "crop")
         if (gantt := draw(last, width=width, steps=_STEPS, compact=True)) is not None:
             text.append("\n")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +22,9 @@ from zenflow_compile.checks.validate import check_integer, check_positive
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.page import page
+from zenflow_compile.profiling.ranks import RankPart, common_warm_up, meetings, on_one_clock, print_ranks
 from zenflow_compile.profiling.recording import Recording, recording_of
-from zenflow_compile.profiling.report import console_of, print_ranks, print_report
+from zenflow_compile.profiling.report import console_of, print_report
 from zenflow_compile.profiling.summary import Summary, summarize
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.engine import Engine
@@ -40,10 +41,12 @@ class _Attachment:
         self.timeline = timeline
         self.device = engine.device
         self.worker_cores = engine.worker_cores
+        self._end_collectives = engine.record_collectives()
         self.refresh()
 
     def detach(self, engine: Engine) -> None:
         """End the timeline, which those of profiles that were entered later may have replaced."""
+        self._end_collectives()
         if engine.timeline is self.timeline:
             engine.timeline = self.timeline.replaced
             return
@@ -205,15 +208,23 @@ class Profile:
         check_integer("steps", steps, 1)
         print_report(self._recordings(measure=not shown_on.quiet), shown_on, steps=steps)
 
-    def report_ranks(self, console: Console | None = None, *, steps: int = 4) -> None:
-        """Print the first rank's report there, and a table of all ranks. All ranks call it, before ``close()``.
+    def report_ranks(
+        self, console: Console | None = None, *, steps: int = 4, trace: str | PathLike[str] | None = None
+    ) -> None:
+        """Print the first rank's report there, a table of all ranks, and their compute on one time scale.
 
-        Args: see ``report``.
+        All ranks call it, with the same arguments, before ``close()``.
+
+        Args:
+            console, steps: see ``report``.
+            trace: a file for the first rank to write as ``export_chrome_trace`` does, with the events of all ranks on
+                its own clock. Clocks of other machines are compared by messages, to half of the time of the quickest.
 
         Raises:
             RuntimeError: not exactly one recorded optimizer is open and has a ``process_group`` or a sharded model,
                 or not all ranks call it, or one has failed.
             TypeError, ValueError: see ``report``.
+            OSError: the file cannot be written.
         """
         found = [(each, group) for each, engine in self._attached() if (group := engine.calls.group) is not None]
         if len(found) != 1:
@@ -229,10 +240,19 @@ class Profile:
             attachment.refresh()
             shown_on = console_of(console)
             check_integer("steps", steps, 1)
-            texts = group.gather_texts(Call.REPORT, json.dumps(summarize(_recording(attachment))))
-        if group.message_rank == 0:
-            self.report(shown_on, steps=steps)
-            print_ranks([json.loads(text) for text in texts], shown_on)
+            path = None if trace is None else Path(trace)
+            exchange, recording = partial(group.exchange, Call.REPORT), _recording(attachment)
+            warm_up = common_warm_up(recording, exchange)
+            own = RankPart.of(recording, meetings(exchange), warm_up=warm_up, steps=steps, whole=path is not None)
+            sent = group.gather_at_first(Call.REPORT, own.encoded())
+        if group.message_rank != 0:
+            return
+        parts = [RankPart.decoded(each) for each in sent]
+        recordings = on_one_clock(parts)
+        self.report(shown_on, steps=steps)
+        print_ranks([part.summary for part in parts], recordings, shown_on, steps=steps)
+        if path is not None:
+            write_chrome_trace(recordings, path)
 
     def save_html(self, path: str | PathLike[str], *, steps: int = 4) -> None:
         """Write the report as a page that needs no network, with lanes of all recorded steps to zoom and move in.

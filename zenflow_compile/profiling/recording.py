@@ -81,7 +81,7 @@ _NECESSARY = 0.05  # share of the elements above which their update on the devic
 
 _TRAINING = ("forward", "backward", "update")
 
-INNERMOST_FIRST = ("wait", "select", "merge", "update", "backward", "forward")
+INNERMOST_FIRST = ("wait", "rank_wait", "select", "merge", "update", "backward", "forward")
 """Kinds of training on the compute lane. A moment counts for the innermost one."""
 
 
@@ -177,7 +177,9 @@ class Recording:
         Models that are not compiled record no forward: there, all time counts that is neither.
         """
         compute = self.compute
-        exposes = ["wait"] if self.updated_on_device >= _NECESSARY else ["wait", "update", "merge", "select"]
+        exposes = ["wait", "rank_wait"]
+        if self.updated_on_device < _NECESSARY:
+            exposes += ["update", "merge", "select"]
         if self.forward_recorded:
             return union(pair for kind in compute if kind not in exposes for pair in compute[kind])
         first = min((event.start_ns for event in self.events), default=0)

@@ -7,18 +7,16 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from zenflow_compile.checks.validate import printable
-from zenflow_compile.profiling.content import NOT_MEASURED, ms_text, rows_of, sentences_of
-from zenflow_compile.profiling.diagnose import milliseconds, percent
+from zenflow_compile.profiling.content import rows_of, sentences_of
+from zenflow_compile.profiling.diagnose import percent
 from zenflow_compile.profiling.gantt import Cell, Gantt, draw, duration_label
 from zenflow_compile.profiling.lanes import BLOCKS, DIGITS, MARKS, Mark
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.profiling.summary import Summary, summarize
+from zenflow_compile.profiling.summary import summarize
 
-_EVEN = 0.05  # spread of ranks over the mean below which none is late
 _NARROWEST = 16  # columns of a wrapped text, however narrow the console
 
 
@@ -140,44 +138,3 @@ def table(rows: list[tuple[str, str]], *, width: int = 80) -> Text:
         text.append(f"{name}\n{' ' * indent}" if narrow and name else name.ljust(indent), style="dim")
         text.append(f"\n{' ' * indent}".join(textwrap.wrap(value, max(_NARROWEST, width - indent))) + "\n")
     return text
-
-
-def print_ranks(summaries: Sequence[Summary], console: Console) -> None:
-    """Print a table with a row per rank, and one sentence; ``summaries`` are in the order of the ranks."""
-    table = Table(title="Ranks, per step", title_justify="left", box=None)
-    table.add_column("rank", justify="right")
-    for column in ("step", "own work", "waits for ranks", "host update", "D2H MB", "H2D MB", "sent MB"):
-        table.add_column(column, justify="right")
-    for rank, summary in enumerate(summaries):
-        moved = (summary["d2h_bytes_per_step"], summary["h2d_bytes_per_step"], summary["sent_bytes_per_step"])
-        table.add_row(
-            str(rank),
-            *map(ms_text, (summary["step_ms"], own_ms(summary), summary["rank_wait_ms_per_step"])),
-            ms_text(summary["host_update_ms_per_step"]),
-            *(NOT_MEASURED if count is None else f"{count / 1e6:.2f}" for count in moved),
-        )
-    console.print()
-    console.print(table, highlight=False)
-    console.print(Text(slowest(summaries), style="bold"), highlight=False)
-
-
-def own_ms(summary: Summary) -> float | None:
-    """Time of a step without waits for other ranks: steps of ranks that wait for each other take equal time."""
-    step, waits = summary["step_ms"], summary["rank_wait_ms_per_step"]
-    return None if step is None else step - (waits or 0.0)
-
-
-def slowest(summaries: Sequence[Summary]) -> str:
-    """Say which rank the others wait for."""
-    own = [own_ms(summary) for summary in summaries]
-    known = [each for each in own if each is not None]
-    if not known or not sum(known):
-        return "Nothing was measured on any rank: no optimizer step ended while the profile was on."
-    mean = sum(known) / len(known)
-    spread = (max(known) - min(known)) / mean
-    if spread < _EVEN:
-        return f"The ranks are even: {milliseconds(mean)} of own work per step, {percent(spread)} apart."
-    return (
-        f"Rank {own.index(max(known))} is the slowest: {milliseconds(max(known))} of own work per step, where the mean "
-        f"is {milliseconds(mean)}; the others wait for it."
-    )

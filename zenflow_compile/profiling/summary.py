@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, takewhile
-from math import inf
 from statistics import median, quantiles
 from typing import TypedDict
 
@@ -26,7 +25,6 @@ from zenflow_compile.timeline import (
     GRADIENTS,
     H2D,
     MEMORY,
-    OTHER_RANKS,
     RANKS,
     SLACK,
     STEP,
@@ -99,7 +97,7 @@ class Summary(TypedDict):
     without compilations and forwards under ``torch.no_grad()`` (evaluation), which belong to no training step. Every
     number "per step" is a mean over the measured steps, so that the parts of a step add up::
 
-        step_ms = forward + backward + update + merge + select + stall + other
+        step_ms = forward + backward + update + merge + select + stall + rank_wait + other
 
     Each moment counts for the innermost kind of compute: waits before updates, merges and re-selections, these before
     forward and backward. Waits, compute and shares of time are cut to measured time. Bytes and host updates count
@@ -156,7 +154,9 @@ class Summary(TypedDict):
         windows_flushed, selections: flushed update windows and re-selections, over all recorded steps.
         state_moves: how many copies carried state.
         rank_wait_ms_per_step: time in which the training thread or the device waited for other ranks and their
-            gradients and weights; it is part of the stall. None without other ranks.
+            gradients and weights; no part of the stall. None without other ranks.
+        in_collectives_ms_per_step: that time, and time in which a collective ran on another stream: least on the rank
+            that the others wait for. None without other ranks.
         sent_bytes_per_step: bytes that this rank put into collectives; None without other ranks.
         dense_gradients: gradients of offloaded parameters that took memory of their own, counted by the user's line
             ("file:line") that caused it, most frequent first, over all recorded steps.
@@ -217,27 +217,25 @@ class Summary(TypedDict):
     selections: int
     state_moves: int
     rank_wait_ms_per_step: float | None
+    in_collectives_ms_per_step: float | None
     sent_bytes_per_step: float | None
     dense_gradients: dict[str, int]
     device_bytes_by_phase: dict[str, int]
     device_bytes_peak: int | None
 
 
-def summarize(recording: Recording, *, warm_up: bool = True) -> Summary:
+def summarize(recording: Recording, *, warm_up: int | None = None) -> Summary:
     """Reduce a recording; see ``Summary`` for what each number means.
 
     Args:
-        warm_up: its first steps may be warm-up; False for those of the middle of a run. A predicted run has none.
+        warm_up: how many of its first steps are left out; None for those that took far longer than the others.
     """
     events = recording.events
     steps = sorted((event for event in events if event.lane == STEP), key=lambda event: event.end_ns)
     inference, compilation = recording.evaluation, recording.compilation
     no_training = union([*inference, *compilation])
     training_ns = [length_ns(subtract([(step.start_ns, step.end_ns)], no_training)) for step in steps]
-    limit = (
-        _WARM_UP_FACTOR * median(training_ns) if warm_up and not recording.predicted and len(training_ns) > 2 else inf
-    )
-    left_out = len(list(takewhile(lambda time_ns: time_ns > limit, training_ns[: len(training_ns) // 2])))
+    left_out = _warm_up_steps(recording, training_ns) if warm_up is None else min(warm_up, len(steps))
     measured = steps[left_out:]
     numbers = {step.step for step in measured}
     elapsed = union((step.start_ns, step.end_ns) for step in measured)
@@ -280,7 +278,7 @@ def summarize(recording: Recording, *, warm_up: bool = True) -> Summary:
     norms = recording.norms
     collectives = [event for event in events if event.lane == RANKS]
     sent_bytes = sum(event.bytes for event in collectives if event.step in numbers)
-    for_ranks = [event for event in wait_events if event.param == OTHER_RANKS]
+    in_collectives = [event for event in events if event.kind == "rank_wait"]
     bounds = recording.adaptive_windows
     memory: dict[str, list[int]] = defaultdict(list)
     for event in events:
@@ -339,12 +337,23 @@ def summarize(recording: Recording, *, warm_up: bool = True) -> Summary:
         windows_flushed=windows["flush"],
         selections=windows["select"],
         state_moves=len(state),
-        rank_wait_ms_per_step=ms_per_step(length_ns(intersect(_spans(for_ranks), time))) if collectives else None,
+        rank_wait_ms_per_step=ms_per_step(length_ns(compute["rank_wait"])) if collectives else None,
+        in_collectives_ms_per_step=ms_per_step(length_ns(intersect(_spans(in_collectives), time)))
+        if collectives
+        else None,
         sent_bytes_per_step=per_step(sent_bytes) if collectives else None,
         dense_gradients=dict(Counter(event.param for event in events if event.lane == GRADIENTS).most_common()),
         device_bytes_by_phase={phase: max(memory[phase]) for phase in _PHASES if memory[phase]},
         device_bytes_peak=max(memory["peak"], default=None),
     )
+
+
+def _warm_up_steps(recording: Recording, training_ns: Sequence[int]) -> int:
+    """How many steps of the first half took far longer than the others. A predicted run has none."""
+    if recording.predicted or len(training_ns) <= 2:
+        return 0
+    limit = _WARM_UP_FACTOR * median(training_ns)
+    return len(list(takewhile(lambda time_ns: time_ns > limit, training_ns[: len(training_ns) // 2])))
 
 
 def _early_share(waits: Iterable[Event], steps: list[Event], time: Intervals, forward: Intervals) -> float | None:

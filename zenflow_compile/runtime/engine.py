@@ -166,6 +166,10 @@ class Engine:
         self.recorder.attach(timeline)
         self.core.arrange()
 
+    def record_collectives(self) -> Callable[[], None]:
+        """Record what FSDP2 does with the engine's shards, until the call that is returned."""
+        return torch_private.watch_collectives(self.registry.given, self.recorder.collective_of_shards)
+
     def inference(self) -> AbstractContextManager[None]:
         return self.recorder.inference()
 

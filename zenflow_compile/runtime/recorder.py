@@ -82,6 +82,21 @@ class Recorder:
     def stall(self, waiting: bool, *, param: str, on_host: bool = False) -> AbstractContextManager[None]:
         return self._recorded("wait", param, on_host) if waiting and self.timeline is not None else _NOTHING
 
+    def rank_wait(self, *, on_host: bool = False) -> AbstractContextManager[None]:
+        """Record the block as a wait for other ranks."""
+        return self.compute("rank_wait", param="", on_host=on_host)
+
+    @contextmanager
+    def collective_of_shards(self, kind: str, size: int) -> Iterator[None]:
+        """Record the block, in which FSDP2 puts ``size`` bytes into a collective, in its stream where there are any."""
+        self.sent(kind, size)
+        if self._clock is None:
+            with self.rank_wait():
+                yield
+            return
+        with self.behind_the_step(), self.rank_wait():
+            yield
+
     @contextmanager
     def behind_the_step(self) -> Iterator[None]:
         """Record the block on the lane of the ranks: its work is queued on another stream than the training's."""

@@ -358,6 +358,47 @@ def listen_to_unshard(params: Sequence[Tensor], listener: Callable[[Sequence[Ten
     return handles
 
 
+class _WatchedCollective:
+    """What FSDP2 calls to gather weights or to add gradients up, inside of a context."""
+
+    def __init__(self, comm: Any, kind: str, context: Callable[[str, int], AbstractContextManager[None]]) -> None:
+        self.comm, self.context, self._kind = comm, context, kind
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return cast(Tensor, self.comm.allocate(*args, **kwargs))
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self.context(self._kind, input_tensor.nbytes):
+            return self.comm(output_tensor, input_tensor, *args, **kwargs)
+
+
+def watch_collectives(
+    params: Sequence[Tensor], context: Callable[[str, int], AbstractContextManager[None]]
+) -> Callable[[], None]:
+    """Run the collectives of FSDP2's groups that have one of ``params`` inside of ``context(kind, bytes_sent)``.
+
+    On a device with streams the context is in the stream of the collective. One that a group has (``==``) is not added
+    again. Returns a call that ends it.
+    """
+    wanted = {id(param) for param in params}
+    watched: list[tuple[Any, str, _WatchedCollective]] = []
+    for group in _fully_sharded_groups():
+        if wanted.isdisjoint(id(each.sharded_param) for each in group.fsdp_params):
+            continue
+        for name, kind in (("_all_gather_comm", "all_gather"), ("_reduce_scatter_comm", "reduce_scatter")):
+            comm = getattr(group, name)
+            if not isinstance(comm, _WatchedCollective) or comm.context != context:
+                watched.append((group, name, _WatchedCollective(comm, kind, context)))
+                setattr(group, *watched[-1][1:])
+
+    def end() -> None:
+        for group, name, comm in watched:
+            if getattr(group, name) is comm:  # not one that the user has set since
+                setattr(group, name, comm.comm)
+
+    return end
+
+
 def adds_to_sharded_grad() -> bool:
     """Whether FSDP2, which calls a hook on ``.grad``, has added the gradient to a tensor that was there.
 

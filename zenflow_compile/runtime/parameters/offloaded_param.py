@@ -31,7 +31,7 @@ from zenflow_compile.runtime.parameters.shown_gradient import ShownGradient
 from zenflow_compile.runtime.parameters.transport import Transport
 from zenflow_compile.runtime.parameters.weight_sync import Weights
 from zenflow_compile.runtime.sharding import LocalShard
-from zenflow_compile.timeline import OTHER_RANKS, DeviceEvent
+from zenflow_compile.timeline import DeviceEvent
 
 
 class OffloadedParam:
@@ -104,7 +104,7 @@ class OffloadedParam:
             self.weights.guard.allow()
             streams = device_of(self.param.device).streams
             assert streams is not None
-            with self.transport.recorder.stall(True, param=OTHER_RANKS):
+            with self.transport.recorder.rank_wait():
                 streams.current().wait_event(event)
             self.arriving = None
             if (sample := self.weights.sample) is not None and sample.kept is not None:

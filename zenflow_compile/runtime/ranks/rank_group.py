@@ -28,7 +28,6 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.timeline import OTHER_RANKS
 from zenflow_compile.torch_internals import torch_private
 
 _T = TypeVar("_T")
@@ -363,6 +362,17 @@ class RankGroup:
             return [""] * self.message_size
         return [b"".join(each).rstrip(b"\0").decode() for each in zip(*parts, strict=True)]
 
+    def gather_at_first(self, call: Call, content: bytes) -> list[bytes]:
+        """What all ranks have, of any lengths, on the first rank; nothing on the others."""
+        lengths = [int.from_bytes(each, "little") for each in self.exchange(call, len(content).to_bytes(8, "little"))]
+        own = torch.frombuffer(bytearray(content.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
+        self.recorder.sent("message", own.nbytes)
+        rows = [torch.empty_like(own) for _ in lengths] if self.message_rank == 0 else None
+        work = dist.gather(own, rows, group=self._messages, group_dst=0, async_op=True)
+        assert work is not None
+        self._wait(work, f"what the others have, while it {call.value}", polls=True)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows or (), lengths, strict=False)]
+
     def _refuse_other_call(self, call: Call, rank: int, other: bytes) -> None:
         step = int.from_bytes(other[1:9], "little")
         theirs = _CALLS[other[0]].value if other[0] < len(_CALLS) else "does something else"
@@ -407,7 +417,7 @@ class RankGroup:
     def _wait(self, work: dist.Work, what: str, *, polls: bool) -> None:
         try:
             if polls:
-                with self.recorder.stall(True, param=OTHER_RANKS, on_host=True):
+                with self.recorder.rank_wait(on_host=True):
                     self._poll(work)
             work.wait()
         except RankError:
