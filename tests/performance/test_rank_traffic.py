@@ -29,9 +29,38 @@ TABLE: dict[str, tuple[dict[str, Any], Sharing, tuple[tuple[float, float], ...]]
 }
 
 
-def traffic(options: dict[str, Any], ranks: int, exchange: Sharing) -> RankTraffic:
+# GB per step on 2, 8 and 32 nodes of 8 ranks: sent by one rank, leaving a node; and host memory of a node.
+NODES: dict[Sharing, tuple[tuple[float, float, float], ...]] = {
+    Sharing.CHANGED_SLICES: ((17.3, 18.6, 18.9), (13.5, 23.6, 26.1), (103, 103, 103)),
+    Sharing.HYBRID: ((37.1, 38.3, 38.6), (13.5, 23.6, 26.1), (103, 103, 103)),
+    Sharing.SHARDED: ((37.9, 39.8, 40.3), (37.9, 39.8, 40.3), (51.6, 12.9, 3.2)),
+    Sharing.WHOLE_WEIGHTS: ((25.3, 26.5, 26.8), (25.3, 26.5, 26.8), (51.6, 12.9, 3.2)),
+    Sharing.ALL_REDUCE: ((25.3, 26.5, 26.8), (25.3, 26.5, 26.8), (825, 825, 825)),
+}
+
+
+def traffic(options: dict[str, Any], ranks: int, exchange: Sharing, nodes: int = 1) -> RankTraffic:
     model = models.model("llama2-7b")
-    return rank_traffic(make_plan(model.params, Options(**options)), ranks, exchange)
+    return rank_traffic(make_plan(model.params, Options(**options)), ranks, exchange, nodes=nodes)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["16 ranks", "64 ranks", "256 ranks"])
+@pytest.mark.parametrize("exchange", NODES)
+def test_table_of_nodes(exchange: Sharing, place: int) -> None:
+    found = traffic(ZENFLOW, 8, exchange, (2, 8, 32)[place])
+    sent, leaving, host = (each[place] for each in NODES[exchange])
+    assert found.sent / 1e9 == pytest.approx(sent, abs=0.06)
+    assert found.leaving / 1e9 == pytest.approx(leaving, abs=0.06)
+    assert found.host_bytes / 1e9 == pytest.approx(host, rel=0.01)
+
+
+def test_share_goes_around_the_nodes_once() -> None:
+    """Two nodes of 4 ranks: each rank sends its quarter of 13.5 GB once, all of a node the model; DDP as much."""
+    found = traffic(ZENFLOW, 4, Sharing.CHANGED_SLICES, 2)
+    alone = traffic(ZENFLOW, 4, Sharing.CHANGED_SLICES)
+    assert found.sent - alone.sent == pytest.approx(found.across, rel=1e-3)
+    assert found.leaving == pytest.approx(4 * found.across, rel=1e-3)
+    assert found.across == pytest.approx(alone.reduced / 4, rel=1e-3)  # but for the padding
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["4 ranks", "8 ranks"])
@@ -59,3 +88,5 @@ def test_a_third_of_the_weights_changes_in_a_step() -> None:
 def test_ranks_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"ranks=0 must be at least 1"):
         traffic(ZENFLOW, 0, Sharing.SHARDED)
+    with pytest.raises(ValueError, match=r"nodes=0 must be at least 1"):
+        traffic(ZENFLOW, 2, Sharing.SHARDED, 0)

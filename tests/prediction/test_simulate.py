@@ -264,6 +264,18 @@ def test_two_devices_own_half_each() -> None:
     assert recording.model_bytes == 2 * ELEMENTS
 
 
+def test_nodes_average_shares_over_the_network() -> None:
+    model = layers(2)
+    plan = plan_of(model, policy="zero_offload")
+    one = machine(devices=2, cores=6, peer_bandwidth=1e6, network_bandwidth=0.5e6)
+    recording = simulate(plan, one.across(2), model, tokens=1, steps=1)
+    # Of its half, 1 MB, a device sends all to the other node: half of it reduced, half gathered.
+    assert spans(recording, "network", "copy", 1) == [("layer1", 5.0, 7.0), ("layer0", 7.0, 9.0)]
+    assert spans(recording, "D2H", "copy", 1) == [("layer1", 7.0, 7.5), ("layer0", 9.0, 9.5)]
+    assert step_times(recording) == {1: 12.5}
+    assert recording.model_bytes == 2 * ELEMENTS
+
+
 def test_recomputation_costs_another_forward() -> None:
     model = layers(2)
     plan = plan_of(model, policy="resident")

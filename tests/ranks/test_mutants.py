@@ -347,7 +347,7 @@ AGREEMENTS = {
         StepMessages, "_digest_of_groups", lambda _: bytes(4), differing, "rates", "different values in param_groups"
     ),
     "gradients are not compared": Disagreement(
-        StepMessages, "_digest_of_gradients", lambda _: bytes(4), differing, "gradients", "different gradients in .grad"
+        StepMessages, "_digest_of_gradients", lambda _: bytes(4), differing, "gradients", "has a gradient of"
     ),
     "whole gradients are not compared": Disagreement(
         ShardCalls, "_agreed_norm", lambda _, own: float(own), whole_gradients, "", "that are not sharded"

@@ -75,7 +75,8 @@ def more_options(prediction: Prediction, found: Fit) -> Text | None:
 
 def heading(asked: Scenario) -> str:
     """The scenario, in a sentence."""
-    devices = "1 device" if asked.hardware.devices == 1 else f"{asked.hardware.devices} devices"
+    count = asked.hardware.all_devices
+    devices = "1 device" if count == 1 else f"{count} devices"
     if asked.hardware.nodes > 1:
         devices += f" on {asked.hardware.nodes} nodes"
     sequences = f" in sequences of {asked.model.context}" if asked.model.context else ""
@@ -108,7 +109,7 @@ def times(forecasts: Sequence[Forecast], *, hours: bool) -> Table:
 
 def memory(forecasts: Sequence[Forecast]) -> Table:
     """Memory, a row per policy, and whether it fits."""
-    table = made_table("Memory, GB", "Device: of one device. Host and disk: of all nodes. Activations are an estimate.")
+    table = made_table("Memory, GB", "Device: of one device. Host and disk: of a node. Activations are an estimate.")
     table.add_column("policy", no_wrap=True)
     for column in ("device", "host", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -168,14 +169,20 @@ def exchanged(each: Forecast, prediction: Prediction) -> Table:
     """What the devices send with the options of one policy, a row per way of sharing the work."""
     table = made_table(
         f"Sent per step with {each.title}, GB",
-        "By one device: to other devices, and over its link to the host. Times are those of process_group=.",
+        "By one device: to other devices, and over its link to the host. By a node: to other nodes. Host: memory of a "
+        "node. Times are those of process_group=.",
     )
+    several = prediction.scenario.hardware.nodes > 1
     table.add_column("sharing", no_wrap=True)
-    for column in ("to devices", "to host", "from host"):
+    for column in ("to devices", *(["to nodes"] if several else []), "to host", "from host", "host"):
         table.add_column(column, justify="right", no_wrap=True)
     for exchange, name in _SHARING.items():
+        if exchange is Sharing.HYBRID and not several:
+            continue
         sent = prediction.exchanges[exchange]
-        table.add_row(name, *(gigabytes(size) for size in (sent.sent, sent.to_host, sent.to_device)))
+        of_node = [sent.leaving] if several else []
+        sizes = (sent.sent, *of_node, sent.to_host, sent.to_device, sent.host_bytes)
+        table.add_row(name, *(gigabytes(size) for size in sizes))
     return table
 
 
@@ -206,6 +213,7 @@ def bytes_table(title: str, combinations: Sequence[Combination]) -> Table:
 _SHARING = {
     Sharing.CHANGED_SLICES: "process_group=",
     Sharing.SHARDED: "fully_shard",
+    Sharing.HYBRID: "fully_shard, HSDP",
     Sharing.WHOLE_WEIGHTS: "ZeRO-2, whole weights",
     Sharing.ALL_REDUCE: "DDP, an optimizer each",
 }

@@ -39,11 +39,11 @@ class Bandwidths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One node, or several as one. Rates are per second; each device has its own link, and all devices share the host.
+    """A node. Rates are per second; each device has its own link, and all devices share the host.
 
     Attributes:
-        nodes: that ``devices`` and everything of the host belong to, together; see ``across``.
-        devices: of the node, each training on its own tokens and owning an equal share of the optimizer state.
+        nodes: equal ones, each of which has a copy of the optimizer state; see ``across``.
+        devices: of the node, each training on its own tokens and owning an equal share of the copy.
         device_flops: dense FLOP/s of one device in the training dtype, at its peak.
         utilization: share of this peak that forward and backward reach.
         device_bytes: memory of one device; device_bandwidth: bytes/s of it, reads and writes together.
@@ -96,10 +96,13 @@ class Hardware:
             disk=None if None in disk else 2 / sum(1 / rate for rate in disk if rate),
         )
 
-    def across(self, nodes: int) -> Hardware:
-        """``nodes`` equal nodes as one: devices that are alike have equal shares of all hosts.
+    @property
+    def all_devices(self) -> int:
+        """Devices of all nodes."""
+        return self.nodes * self.devices
 
-        A ring goes over all devices, at the rate of its slowest link, which is the network's.
+    def across(self, nodes: int) -> Hardware:
+        """The same as ``nodes`` equal nodes.
 
         Raises:
             ValueError: ``nodes`` is below 1, or the hardware lacks ``network_bandwidth``.
@@ -113,22 +116,7 @@ class Hardware:
                 f"network_bandwidth=None of hardware {self.name!r} must be bytes per second: nodes={nodes} exchange "
                 "gradients; give it, or use nodes=1"
             )
-        slowest = min(rate for rate in (self.peer_bandwidth, self.network_bandwidth) if rate is not None)
-        disk = (self.disk_read, self.disk_write, self.disk_bytes)
-        disk_read, disk_write, disk_bytes = (None if each is None else nodes * each for each in disk)
-        return replace(
-            self,
-            nodes=nodes * self.nodes,
-            devices=nodes * self.devices,
-            peer_bandwidth=slowest,
-            host_bytes=nodes * self.host_bytes,
-            host_bandwidth=nodes * self.host_bandwidth,
-            cores=nodes * self.cores,
-            device_cores=None if self.device_cores is None else nodes * self.device_cores,
-            disk_read=disk_read,
-            disk_write=disk_write,
-            disk_bytes=disk_bytes,
-        )
+        return replace(self, nodes=nodes)
 
     def check_rates(self, *, in_files: bool) -> None:
         """Refuse to predict with missing rates; ``in_files``: whether the disk is needed.

@@ -1,4 +1,4 @@
-"""The bytes that a step of a plan moves, and what ranks of one node send to each other."""
+"""The bytes that a step of a plan moves, and what ranks send to each other, within nodes and between them."""
 
 from __future__ import annotations
 
@@ -113,15 +113,18 @@ class Sharing(StrEnum):
     ``ALL_REDUCE``: all gradients; each rank has an optimizer of its own, as under ``DistributedDataParallel``.
     ``WHOLE_WEIGHTS``: gradients go to the rank that updates them, and all weights come from there: ZeRO-2 (Rajbhandari
     et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models").
-    ``CHANGED_SLICES``: likewise, but only weights that the step has changed come: ``process_group=``.
+    ``CHANGED_SLICES``: likewise, but only weights that the step has changed come, and within a node, each of which has
+    a copy of the state: ``process_group=``.
     ``SHARDED``: weights are gathered in the forward and in the backward, and gradients go to the rank that has the
     weight: ``fully_shard`` (FSDP2), ZeRO-3 (the same paper).
+    ``HYBRID``: likewise within a node; each node has a replica: ``fully_shard`` with a mesh of (nodes, ranks).
     """
 
     ALL_REDUCE = "all_reduce"
     WHOLE_WEIGHTS = "whole_weights"
     CHANGED_SLICES = "changed_slices"
     SHARDED = "sharded"
+    HYBRID = "hybrid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,17 +132,18 @@ class RankTraffic:
     """Bytes per step, averaged over update windows.
 
     Attributes:
-        ranks: of the node, one per device; dividing: how many of them divide a copy of the state.
+        ranks: of a node, one per device; nodes: equal ones; dividing: how many ranks divide a copy of the state.
         all_reduced: of gradients that each rank gets whole.
         reduced: of gradients of which each rank gets its part.
         gathered: of weights that all ranks get from the ones that have updated them.
         across: of a rank's part of the gradients, which the ranks that have this part of other copies average, too.
         to_host, to_device: that one rank copies over its link; the one that has most, if they are not equal.
-        host_bytes: memory of the node for state, gradients and uploads.
+        host_bytes: memory of a node for state, gradients and uploads.
         selection_bytes: that all ranks gather when every parameter re-selects; 0 if selections are not exchanged.
     """
 
     ranks: int
+    nodes: int
     dividing: int
     all_reduced: float
     reduced: float
@@ -153,48 +157,68 @@ class RankTraffic:
     @property
     def sent(self) -> float:
         """Bytes that one rank sends in rings: an all-reduce is a reduce-scatter and an all-gather."""
-        copies = self.ranks // self.dividing
-        return (
-            2 * self.all_reduced * (self.ranks - 1) / self.ranks
-            + (self.reduced + self.gathered) * (self.dividing - 1) / self.dividing
-            + 2 * self.across * (copies - 1) / copies
-        )
+        in_copies = _in_ring(self.reduced + self.gathered, self.dividing)
+        return _in_ring(2 * self.all_reduced, self.all_ranks) + in_copies + self._sent_across
+
+    @property
+    def leaving(self) -> float:
+        """Bytes that leave a node: in a ring over nodes, one of its ranks sends to the next node."""
+        if self.nodes == 1:
+            return 0.0
+        spanning = 2 * self.all_reduced + (self.reduced + self.gathered if self.dividing > self.ranks else 0)
+        return _in_ring(spanning, self.all_ranks) + min(self.dividing, self.ranks) * self._sent_across
+
+    @property
+    def all_ranks(self) -> int:
+        return self.nodes * self.ranks
+
+    @property
+    def _sent_across(self) -> float:
+        return _in_ring(2 * self.across, self.all_ranks // self.dividing)
 
 
-def rank_traffic(plan: Plan, ranks: int, exchange: Sharing) -> RankTraffic:
-    """The traffic of ``ranks`` that train with ``plan``, the plan of the whole model.
+def _in_ring(size: float, ranks: int) -> float:
+    """Bytes that each rank sends in a ring's reduce-scatter, or its all-gather (Thakur et al. 2005)."""
+    return size * (ranks - 1) / ranks
+
+
+def rank_traffic(plan: Plan, ranks: int, exchange: Sharing, *, nodes: int = 1) -> RankTraffic:
+    """The traffic of ``nodes`` of ``ranks`` each that train with ``plan``, the plan of the whole model.
 
     Raises:
-        ValueError: ``ranks`` is not positive.
+        ValueError: ``ranks`` or ``nodes`` is not positive.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1; give the number of devices of the node")
+    if nodes < 1:
+        raise ValueError(f"nodes={nodes} must be at least 1; each has ranks={ranks} devices")
     if exchange is Sharing.CHANGED_SLICES:
-        return _traffic_of_shares(plan, ranks)
+        return _traffic_of_shares(plan, ranks, nodes)
     own = traffic_of(plan) or Traffic()
     alone = exchange is Sharing.ALL_REDUCE
-    divided = 1 if alone else ranks
+    dividing = 1 if alone else ranks if exchange is Sharing.HYBRID else nodes * ranks
     weights = sum(param.weight_bytes for param in plan.params)
-    gathers = 0 if alone else 2 if exchange is Sharing.SHARDED else 1
+    gathers = 2 if exchange in (Sharing.SHARDED, Sharing.HYBRID) else 1
     return RankTraffic(
         ranks=ranks,
-        dividing=ranks,
+        nodes=nodes,
+        dividing=dividing,
         all_reduced=weights if alone else 0,
         reduced=0 if alone else weights,
-        gathered=gathers * weights,
-        across=0,
-        to_host=own.to_host / divided,
-        to_device=own.to_device / divided,
-        host_bytes=plan.host_bytes * (ranks if alone else 1),
+        gathered=0 if alone else gathers * weights,
+        across=weights / ranks if exchange is Sharing.HYBRID else 0,
+        to_host=own.to_host / dividing,
+        to_device=own.to_device / dividing,
+        host_bytes=plan.host_bytes * ranks // dividing,
         selection_bytes=0,
     )
 
 
-def _traffic_of_shares(plan: Plan, ranks: int) -> RankTraffic:
+def _traffic_of_shares(plan: Plan, ranks: int, nodes: int) -> RankTraffic:
     """The traffic under ``process_group=``, where several ranks may have the same share: see ``parts_of``."""
     dividing = dividing_ranks(ranks)
-    copies = ranks // dividing
-    shares = [divide(replace(plan, rank=rank, ranks=dividing, replicas=copies)) for rank in range(dividing)]
+    copies = ranks // dividing  # in a node
+    shares = [divide(replace(plan, rank=rank, ranks=dividing, replicas=nodes * copies)) for rank in range(dividing)]
     first = traffic_of(shares[0]) or Traffic()  # no share is larger
     all_reduced = reduced = across = selections = 0
     gathered = 0.0
@@ -212,6 +236,7 @@ def _traffic_of_shares(plan: Plan, ranks: int) -> RankTraffic:
         selections += dividing * share.most_selected if param.selects else 0
     return RankTraffic(
         ranks=ranks,
+        nodes=nodes,
         dividing=dividing,
         across=across,
         all_reduced=all_reduced,

@@ -167,7 +167,8 @@ class SimulatedDevice:
             if not self._final_at_step:
                 self._finalize(position)
 
-        self.machine.exchange(block.gradient, step, block.name, reduced)
+        across = partial(self.machine.exchange_across, block.across, step, block.name, reduced)
+        self.machine.exchange(block.gradient, step, block.name, across)
 
     def _finalize(self, position: int) -> None:
         """The block's gradient is final: copy its pending part to the host, and queue the jobs that are ready."""

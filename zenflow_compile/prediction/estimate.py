@@ -47,6 +47,7 @@ from zenflow_compile.prediction.workload import (
     forward_seconds,
     named_blocks,
     own_elements,
+    sent_across,
     sent_in_ring,
 )
 
@@ -300,6 +301,7 @@ class Estimator:
                     backward=_backward(load, forward, recompute=recompute, again=not reloaded.isdisjoint(indices)),
                     split=2 * work.offloaded / hardware.device_bandwidth,
                     gradient=sent_in_ring(round(work.weights), hardware.devices),
+                    across=sent_across(round(work.weights), hardware),
                     gathered=sent_in_ring(round(work.own), hardware.devices),
                     parts=_parts(name, work, plan, hardware.devices),
                 )

@@ -104,11 +104,12 @@ class Scenario:
     @property
     def note(self) -> str | None:
         """What the prediction leaves out, as a sentence; None if it is complete."""
-        if self.hardware.devices == 1:
+        if self.hardware.all_devices == 1:
             return None
+        share = "" if self.hardware.devices == 1 else "an equal share of "
         return (
-            f"One of the {self.hardware.devices} devices is simulated, with an equal share of the optimizer state and "
-            "of the host; it sends gradients and gets changed weights in rings, as with process_group=."
+            f"One of the {self.hardware.all_devices} devices is simulated, with {share}the optimizer state and the "
+            "host of its node; it sends gradients and gets changed weights in rings, as with process_group=."
         )
 
 
@@ -333,7 +334,7 @@ def forecast_of(
     """The forecast of a simulated step, without what ``offload_weights`` does."""
     hardware = scenario.hardware
     size = model_bytes / hardware.devices or 1.0
-    tokens = scenario.tokens * hardware.devices
+    tokens = scenario.tokens * hardware.all_devices
     rate = tokens / step.seconds if step.seconds else math.inf  # a model without elements takes no time
     return Forecast(
         label=f"{options.policy}{', files' if options.offload_device != 'cpu' else ''}",

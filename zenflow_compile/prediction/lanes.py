@@ -97,6 +97,7 @@ class Clock:
 
 
 PEERS = "peers"
+NETWORK = "network"
 POOL = "workers"  # all workers together; they become a lane each when events are made
 
 COPY_TOUCHES = 3  # of a copy within host memory: read, written, and fetched before it is overwritten
@@ -183,6 +184,7 @@ class Lanes:
         self.pool_rate = workers * hardware.adam_per_core * HOST_PASS_BYTES
         self._down: deque[_Transfer] = deque()
         self._peers: deque[_Transfer] = deque()
+        self._network: deque[_Transfer] = deque()
         self._state_in: deque[_Transfer] = deque()
         self._uploads: list[tuple[int, HostUpdate]] = []  # heap, by the step whose forward needs them
         self._ready: list[HostUpdate] = []  # heap of host updates
@@ -202,6 +204,14 @@ class Lanes:
             return
         assert self._hardware.peer_bandwidth is not None
         self._peers.append(_Transfer("copy", size, self._hardware.peer_bandwidth, step, name, done))
+
+    def exchange_across(self, size: int, step: int, name: str, done: Callable[[], None]) -> None:
+        """Likewise with devices of other nodes."""
+        if not size:
+            done()
+            return
+        assert self._hardware.network_bandwidth is not None
+        self._network.append(_Transfer("copy", size, self._hardware.network_bandwidth, step, name, done))
 
     def stream_in(self, group: Subgroup, step: int, done: Callable[[], None]) -> None:
         """Queue the copy of a subgroup's state into the next free buffer."""
@@ -254,8 +264,9 @@ class Lanes:
         """Start every transfer and update that can start now."""
         if self._down and self.clock.idle(D2H):
             self._start(D2H, self._down.popleft())
-        if self._peers and self.clock.idle(PEERS):
-            self._start(PEERS, self._peers.popleft())
+        for lane, queue in ((PEERS, self._peers), (NETWORK, self._network)):
+            if queue and self.clock.idle(lane):
+                self._start(lane, queue.popleft())
         if self.clock.idle(H2D):
             self._dispatch_to_device()
         if self.clock.idle(DISK) and (found := self.files.next_transfer()) is not None:
@@ -353,7 +364,9 @@ class Lanes:
             self.rows.append(row)
             transfer.done()
 
-        host_rate = 0.0 if lane == PEERS else transfer.rate * (COPY_TOUCHES if self._copies_within(lane) else 1)
+        host_rate = (
+            0.0 if lane in (PEERS, NETWORK) else transfer.rate * (COPY_TOUCHES if self._copies_within(lane) else 1)
+        )
         span = Span(transfer.size / transfer.rate, host_rate, done, cores=self._cores_of(lane, transfer))
         self.clock.start(lane, span)
 

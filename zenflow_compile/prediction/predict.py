@@ -54,12 +54,12 @@ class Prediction:
     @property
     def exchanges(self) -> dict[Sharing, RankTraffic]:
         """What the devices send with the options of ``shown``, by way of sharing the work; empty for one device."""
-        devices = self.scenario.hardware.devices
-        if devices == 1:
+        hardware = self.scenario.hardware
+        if hardware.all_devices == 1:
             return {}
         scenario = replace(self.scenario, recompute=self.shown.recompute)
         plan = node_plan(Options.from_keywords(**self.shown.options), scenario)
-        return {exchange: rank_traffic(plan, devices, exchange) for exchange in Sharing}
+        return {way: rank_traffic(plan, hardware.devices, way, nodes=hardware.nodes) for way in Sharing}
 
     @property
     def exactness(self) -> str | None:
@@ -85,7 +85,7 @@ class Prediction:
             "dtype": asked.dtype,
             "hardware": asked.hardware.name,
             "nodes": asked.hardware.nodes,
-            "devices": asked.hardware.devices,
+            "devices": asked.hardware.all_devices,
             "tokens": asked.tokens,
             "sequence": asked.model.context,
             "implicit": asked.in_backward,
@@ -93,7 +93,13 @@ class Prediction:
             "recompute": self.shown.recompute,
             "policies": [each.as_dict() | {"options": _given(each.options)} for each in self.forecasts],
             "exchanges": {
-                str(exchange): {"sent": each.sent, "to_host": each.to_host, "to_device": each.to_device}
+                str(exchange): {
+                    "sent": each.sent,
+                    "leaving": each.leaving,
+                    "to_host": each.to_host,
+                    "to_device": each.to_device,
+                    "host_bytes": each.host_bytes,
+                }
                 for exchange, each in self.exchanges.items()
             },
             "recommended": None if best is None else _given(best.options),
@@ -135,8 +141,8 @@ def plan(
         sequence: tokens of a sequence, which attention runs over; a micro-batch has one at least. None takes
             ``LONGEST_SEQUENCE``, or the model's context or all tokens of a micro-batch if these are fewer.
         dtype: of the weights, ``"bf16"``, ``"fp16"`` or ``"fp32"``; None takes the model's own, bf16 where it has none.
-        devices: of a node, in use; None takes all. Each owns an equal share of the optimizer state.
-        nodes: equal ones, connected by the hardware's ``network_bandwidth``.
+        devices: of a node, in use; None takes all. Each owns an equal share of the node's optimizer state.
+        nodes: equal ones, connected by the hardware's ``network_bandwidth``, each with a copy of the optimizer state.
         policy: one, or ``"auto"`` for all.
         implicit: updates run in the backward, without an optimizer object; else gradients are final at ``step()``,
             which leaves the host the next forward. With ``max_grad_norm`` they always are.
@@ -148,9 +154,10 @@ def plan(
     Returns:
         ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
         ``sequence``, ``implicit``; ``micro_batches`` and ``recompute`` of the recommended run; ``policies``, a dict per
-        policy with the fields of ``prediction.forecast.Forecast``; ``exchanges``, bytes that a device sends per step by
-        way of sharing the work, see ``performance.traffic.Sharing``; ``recommended``, options to pass on, or None if no
-        policy fits; and ``notes``, sentences on the recommended run, and on the weights that cross the link.
+        policy with the fields of ``prediction.forecast.Forecast``; ``exchanges``, by way of sharing the work (see
+        ``performance.traffic.Sharing``): bytes per step that a device sends and that leave a node, and bytes of a
+        node's host memory; ``recommended``, options to pass on, or None if no policy fits; and ``notes``, sentences on
+        the recommended run, and on the weights that cross the link.
 
     Raises:
         TypeError: a value is of the wrong type, or an option is unknown.
@@ -293,7 +300,7 @@ def _check_offloaded_weights(options: Options, hardware: Hardware) -> None:
             'files. A prediction with "nvme" has the device memory of both; weights in files take the bytes of their '
             "upload buffers from the host's memory to the disk, and host_window_bytes bounds what caches them"
         )
-    if options.offload_weights is not False and hardware.devices > 1:
+    if options.offload_weights is not False and hardware.all_devices > 1:
         raise ValueError(
             f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
             "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too; "

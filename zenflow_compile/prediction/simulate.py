@@ -78,7 +78,7 @@ def simulate(
     recording = recording_of(plan, _events(rows_of(device, steady), threads), plan.model_bytes // hardware.devices)
     return replace(
         recording,
-        traffic=recording.traffic if hardware.devices == 1 else None,
+        traffic=recording.traffic if hardware.all_devices == 1 else None,
         bandwidths=hardware.bandwidths(threads),
         flops_per_step=flops_per_token(model) * tokens,
         device_flops=hardware.device_flops,

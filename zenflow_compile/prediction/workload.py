@@ -1,7 +1,7 @@
 """The work of a plan's step: the model's blocks, their time, and the bytes that their parameters move.
 
 Parameters are combined by block of the model: a timeline of every tensor takes longer and shows no more. Bytes are
-those of one device. Each of several devices owns an equal share of all optimizer state.
+those of one device. Each of several devices of a node owns an equal share of its optimizer state.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Block:
         forward, backward: stretches in order, each with its seconds.
         split: seconds that splitting the gradient takes, after the last backward.
         gradient: bytes that a device sends in the reduce-scatter of gradients.
+        across: bytes that it then sends to devices of other nodes, for the mean of its share.
         gathered: bytes of weights, updated on devices, that it receives in the all-gather.
     """
 
@@ -119,6 +120,7 @@ class Block:
     backward: tuple[Stage, ...]
     split: float
     gradient: int
+    across: int
     gathered: int
     parts: tuple[Part, ...]
 
@@ -214,6 +216,7 @@ def workload_of(
                 backward=_backward_stages(plan, loads, forward, recompute=recompute),
                 split=split / hardware.device_bandwidth,
                 gradient=sent_in_ring(sum(param.weight_bytes for param in params), devices),
+                across=sent_across(sum(param.weight_bytes for param in params), hardware),
                 gathered=sent_in_ring(sum(own_elements(param) * param.dtype.itemsize for param in params), devices),
                 parts=_parts(plan, params, in_turn, steps, devices),
             )
@@ -331,6 +334,11 @@ def own_elements(param: ParamPlan) -> int:
 def sent_in_ring(size: int, devices: int) -> int:
     """Bytes that each device sends in a ring's reduce-scatter, and receives in its all-gather (Thakur et al. 2005)."""
     return size * (devices - 1) // devices
+
+
+def sent_across(size: int, hardware: Hardware) -> int:
+    """Bytes that each device sends to other nodes: its share of ``size`` in a ring's all-reduce over nodes."""
+    return 2 * sent_in_ring(size // hardware.devices, hardware.nodes)
 
 
 def _parts(

@@ -358,6 +358,12 @@ def listen_to_unshard(params: Sequence[Tensor], listener: Callable[[Sequence[Ten
     return handles
 
 
+def names_of_shards() -> dict[int, str]:
+    """Names of sharded parameters in their models, by ``id``: of those whose models have run a forward."""
+    params = [param for group in _fully_sharded_groups() for param in group.fsdp_params]
+    return {id(param.sharded_param): param._param_fqn for param in params if param._param_fqn is not None}
+
+
 class _WatchedCollective:
     """What FSDP2 calls to gather weights or to add gradients up, inside of a context."""
 

@@ -26,6 +26,7 @@ from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 from zenflow_compile.runtime.step.one_rank import Gather, OneRank, total_norm
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
+from zenflow_compile.torch_internals import torch_private
 
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
@@ -34,13 +35,15 @@ class SeveralRanks(OneRank):
     """The calls that all ranks make, whether they divide parameters or have shards of them."""
 
     group: RankGroup
+    alike = "with a process_group all ranks set and clear gradients alike"
+    """Why ranks have gradients of the same parameters, and how."""
 
     def __init__(self, group: RankGroup, registry: ParamRegistry, recorder: Recorder) -> None:
         self.group = group
         self.rank = group.message_rank
         group.recorder = recorder
         self._registry = registry
-        self.messages = StepMessages(group, registry)
+        self.messages = StepMessages(group, registry, self.alike)
 
     @property
     def failed(self) -> bool:
@@ -75,9 +78,9 @@ class StepMessages:
         measured_window: the shortest update window that this rank's host keeps up with; None until it is measured.
     """
 
-    def __init__(self, group: RankGroup, registry: ParamRegistry) -> None:
+    def __init__(self, group: RankGroup, registry: ParamRegistry, alike: str) -> None:
         self.group = group
-        self._registry = registry
+        self._registry, self._alike = registry, alike
         self.measured_window: int | None = None
 
     def own(self) -> bytes:
@@ -93,17 +96,28 @@ class StepMessages:
             rows: what the ranks have sent, which begins with ``own``.
             gradients: all gradients have been sent, so that ranks have those of the same parameters.
         """
-        self._check_equal(rows, slice(4, 8), "values in param_groups")
-        if gradients:
-            self._check_equal(rows, slice(8, 12), "gradients in .grad")
+        if (rank := first_difference([row[4:8] for row in rows])) is not None:
+            raise self.group.failure(
+                f"rank 0 and rank {rank} have different values in param_groups in step {self.group.step}: all ranks "
+                "set and schedule them alike"
+            )
+        if gradients and (rank := first_difference([row[8:12] for row in rows])) is not None:
+            self._refuse_other_gradients(rank)
         return int.from_bytes(rows[0][:4], "little") or None
 
-    def _check_equal(self, rows: Sequence[bytes], part: slice, what: str) -> None:
-        if (rank := first_difference([row[part] for row in rows])) is not None:
-            raise self.group.failure(
-                f"rank 0 and rank {rank} have different {what} in step {self.group.step}: with a process_group all "
-                "ranks set, clear and schedule them alike"
-            )
+    def _refuse_other_gradients(self, rank: int) -> None:
+        """Raise on all ranks, which have seen the same difference between rank 0 and ``rank``."""
+        own = "".join("-" if param.grad is None else "g" for param in self._registry.params)
+        texts = self.group.gather_texts(Call.STEP, own)
+        pairs = enumerate(zip(texts[0], texts[rank], strict=True))
+        place, *others = [place for place, (first, other) in pairs if first != other]
+        names, given = torch_private.names_of_shards(), self._registry.given[place]
+        having, lacking = (0, rank) if texts[0][place] == "g" else (rank, 0)
+        raise self.group.failure(
+            f"in step {self.group.step} rank {having} has a gradient of "
+            f"{names.get(id(given), self._registry.plan.params[place].name)}, and rank {lacking} has none; "
+            f"{len(others)} others differ: {self._alike}"
+        )
 
     def _digest_of_gradients(self) -> bytes:
         """Return a checksum of which parameters have a gradient: a step on other ones would send other slices."""
@@ -276,6 +290,11 @@ _ROUNDING = 1e-5
 
 class ShardCalls(SeveralRanks):
     """The calls of one engine that all ranks of a sharded model make, in the same order."""
+
+    alike = (
+        "FSDP2 mixes up gradients of parameters that only some ranks have used, without an error; use all of them on "
+        "each rank, an expert without tokens on an empty batch: loss + expert(tokens[:0]).sum()"
+    )
 
     @contextmanager
     def step(self, number: int) -> Iterator[int | None]:
