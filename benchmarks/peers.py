@@ -8,7 +8,8 @@ whichever is faster when tried alone; threads and processes in addition to them 
 process) keep their defaults. All thread counts that were tried are in the results.
 
 *Ranks*: with ``--ranks 2`` two processes train each system together, on the same cores: AdamW under
-DistributedDataParallel, ours with a ``process_group``. Bytes are those that a rank sends through the network interface.
+DistributedDataParallel, ours with a ``process_group``, and others as their names say. Bytes are those that a rank sends
+through the network interface.
 
 *Step time* is the mean over a turn, so that one long step per update window counts, and the median of that over
 rounds. *Precision*: fp32 on the CPU, which all of them support; bf16 with fp32 masters on CUDA.
@@ -33,7 +34,7 @@ from rich.table import Table
 
 from benchmarks import common
 from benchmarks.common import Spread, Target, option_parser, ratios, write_results
-from benchmarks.systems.case import COMPARED_BY_POLICIES, CUDA_ONLY, OURS, SYSTEMS, Case
+from benchmarks.systems.case import COMPARED_BY_POLICIES, CUDA_ONLY, OURS, SEVERAL_RANKS_ONLY, SYSTEMS, Case
 from benchmarks.systems.comparison import REFERENCE, Outcome, Schedule, compare
 from benchmarks.systems.memory import copy_gb_per_s
 from benchmarks.systems.process import DEEPSPEED_PYTHON, TrainingWorker
@@ -303,6 +304,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if given.device == "cpu" and (left_out := [name for name in CUDA_ONLY if name in given.system]):
         print(f"not run without a CUDA device: {', '.join(left_out)}", file=sys.stderr)
         given.system = [name for name in given.system if name not in left_out]
+    if given.ranks == 1 and (of_several := [name for name in SEVERAL_RANKS_ONLY if name in given.system]):
+        print(f"not run with one rank: {', '.join(of_several)}", file=sys.stderr)
+        given.system = [name for name in given.system if name not in of_several]
     if given.ranks > 1 and given.out is None:
         given.out = common.RESULTS / f"peers_{given.ranks}_ranks.json"
     elif given.device == "cuda" and given.out is None:

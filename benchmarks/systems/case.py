@@ -21,12 +21,16 @@ SYSTEMS = {
     "deepspeed_zenflow": "the same with the zenflow block, overlap_step",
     "torchao_offload": "torchao CPUOffloadOptimizer, gradients offloaded",
     "fsdp2_offload": "FSDP2 of one rank with CPUOffloadPolicy",
+    "zero_1": "adamw of several ranks, which divide its state: PyTorch's ZeroRedundancyOptimizer (ZeRO stage 1)",
+    "fsdp2": "FSDP2 of several ranks, each block sharded and compiled, and torch.optim.AdamW(fused=True)",
+    "fsdp2_zenflow": 'the same with backend="zenflow" and ZenFlowAdamW',
 }
 OURS = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity")
 COMPARED_BY_POLICIES = ("resident", "twinflow", "deep_optimizer_states", "zero_infinity")
 """Our systems that ``peers`` runs only if asked; the benchmark ``policies`` compares them."""
 DEEPSPEED = ("deepspeed_zero_offload", "deepspeed_zenflow")
 CUDA_ONLY = ("torchao_offload", "fsdp2_offload")
+SEVERAL_RANKS_ONLY = ("zero_1", "fsdp2", "fsdp2_zenflow")
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
 """Of AdamW, the same under every system."""

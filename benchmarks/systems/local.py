@@ -6,14 +6,16 @@ Each system imports its packages when it is made, so that a missing package skip
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from benchmarks.systems.case import BETAS, EPS, LR, OURS, WEIGHT_DECAY, Case
 from benchmarks.systems.workloads import DTYPES, Batch
@@ -57,7 +59,9 @@ def make_local(case: Case, model: nn.Module) -> System:
         return TorchAO(case, model)
     if case.system == "fsdp2_offload":
         return FSDP2(case, model)
-    return Plain(case, model, update=case.system == "adamw")
+    if case.system in ("fsdp2", "fsdp2_zenflow"):
+        return Sharded(case, model)
+    return Plain(case, model, update=case.system != "forward_backward")
 
 
 class Plain:
@@ -74,7 +78,8 @@ class Plain:
         self._compiled = torch.compile(wrapped, backend=case.inner, dynamic=False)
         self._clip = case.clip
         groups = _groups(self._params, _UPDATED_TOGETHER if case.dtype != "fp32" else None) if update else []
-        self._groups = [_Group(group, with_masters=case.dtype != "fp32") for group in groups]
+        optimizer = _divided_adamw if case.system == "zero_1" else _fused_adamw
+        self._groups = [_Group(group, optimizer, with_masters=case.dtype != "fp32") for group in groups]
 
     def step(self, batch: Batch) -> Tensor:
         """Forward, backward, update."""
@@ -99,10 +104,12 @@ class Plain:
 class _Group:
     """Parameters that one fused kernel updates, and their fp32 masters if they have some."""
 
-    def __init__(self, params: Sequence[Tensor], *, with_masters: bool) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], optimizer: Callable[[Sequence[Tensor]], Optimizer], *, with_masters: bool
+    ) -> None:
         self._params = params
         self._masters = [param.detach().float().requires_grad_() for param in params] if with_masters else []
-        self._optimizer = torch.optim.AdamW(self._masters or params, fused=True, **ADAM)
+        self._optimizer = optimizer(self._masters or params)
 
     def update(self) -> None:
         for master, param in zip(self._masters, self._params, strict=False):
@@ -113,6 +120,14 @@ class _Group:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._params), self._masters)
             self._optimizer.zero_grad()
+
+
+def _fused_adamw(params: Sequence[Tensor]) -> Optimizer:
+    return torch.optim.AdamW(params, fused=True, **ADAM)
+
+
+def _divided_adamw(params: Sequence[Tensor]) -> Optimizer:
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, fused=True, **ADAM)
 
 
 def _groups(params: Sequence[Tensor], elements: int | None) -> list[list[Tensor]]:
@@ -243,6 +258,49 @@ class FSDP2:
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+class Sharded:
+    """FSDP2 of several ranks: every block and the rest sharded, each block compiled, as torchtitan has it."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        ours = case.system == "fsdp2_zenflow"
+        for block in _blocks(model):
+            if ours:
+                block.compile(backend="zenflow", options={"inner": case.inner}, dynamic=False)
+            else:
+                block.compile(backend=case.inner, dynamic=False)
+            fully_shard(block)
+        fully_shard(model)
+        self._model, self._clip, self._params = model, case.clip, list(model.parameters())
+        self._optimizer = self._zenflow(case) if ours else _fused_adamw(self._params)
+
+    def _zenflow(self, case: Case) -> Optimizer:
+        import zenflow_compile as zf
+
+        windows = {"update_interval": case.update_interval, "topk_ratio": case.topk_ratio}
+        return zf.ZenFlowAdamW(self._params, **ADAM, **(windows | case.options))
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward and backward with parameters gathered block by block, update of the shards."""
+        loss: Tensor = self._model(*batch)
+        loss.backward()
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._params, self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def facts(self) -> dict[str, Any]:
+        """Each rank has a part of the weights and of the state."""
+        return {"resident_share": None}
+
+    def close(self) -> None:
+        """Apply pending updates, end the workers."""
+        if callable(close := getattr(self._optimizer, "close", None)):
+            close()
 
 
 def rank_environment(rank: int = 0, ranks: int = 1) -> dict[str, str]:

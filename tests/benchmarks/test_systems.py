@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from benchmarks.systems.case import DEEPSPEED, Case
+from benchmarks.systems.case import DEEPSPEED, SEVERAL_RANKS_ONLY, Case
 from benchmarks.systems.deepspeed_system import configuration
 from benchmarks.systems.process import DEEPSPEED_PYTHON, TrainingWorker, WorkerError
 from benchmarks.systems.worker import Trainer
@@ -75,11 +75,13 @@ def test_deepspeed_configs_differ_in_one_section() -> None:
     assert offload["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 
-def test_two_ranks_train_comparably() -> None:
-    """Under DDP, and with a process group: the same losses of the first rank, and bytes that are counted."""
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("system", ["zero_offload", *SEVERAL_RANKS_ONLY])
+def test_two_ranks_train_comparably(system: str) -> None:
+    """In every form of several ranks: the same losses of the first one, and bytes that are counted."""
     found = []
-    for system in ("adamw", "zero_offload"):
-        case = Case(system=system, model="tiny", inner="eager", cores=(0,), ranks=2)
+    for each in ("adamw", system):
+        case = Case(system=each, model="tiny", inner="eager", cores=(0,), ranks=2, update_interval=1)
         with TrainingWorker(case, warm_up=STEPS) as worker:
             worker.start()
             assert worker.run(settle=1, steps=4)[0] > 0
