@@ -11,13 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from tests.ranks.models import ALL_POLICIES, backward, batch, on_ranks, uneven
+from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, backward, batch, on_ranks, uneven
+from tests.ranks.sharded import sharded
 from tests.support.rank_processes import RankProcesses, messages
+from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
 from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup
+from zenflow_compile.runtime.step.upload_scheduler import UploadScheduler
 
 pytestmark = pytest.mark.timeout(120)
 SECONDS = 4.0
@@ -95,6 +99,52 @@ def test_killed_rank_is_named_by_all_others(four_ranks: RankProcesses) -> None:
     for text in messages([outcome for rank, outcome in enumerate(outcomes) if rank != 2]):
         assert "step 2: rank 2 is gone" in text
         assert "where each calls step() in step 1" in text
+
+
+def killed_of_shards(rank: int, step_of_death: int, point: str) -> None:
+    """Rank 2 of four is killed in a forward or a backward of a sharded model."""
+    model = sharded(mesh=DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=SECONDS)), "cpu"))
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **ALL_POLICIES["zenflow"])
+    for step in range(step_of_death + 2):
+        x, y = batch(step, rank, 4)
+        logits = model(x)
+        if step == step_of_death and rank == 2:
+            if point == "backward":
+                logits.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        F.cross_entropy(logits, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("point", ["forward", "backward"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_killed_rank_of_shards_is_named(four_ranks: RankProcesses, step: int, point: str) -> None:
+    outcomes = four_ranks.outcomes(killed_of_shards, step, point, timeout=60)
+    for text in messages([outcome for rank, outcome in enumerate(outcomes) if rank != 2]):
+        assert f"step {step}: rank 2 is gone: its process has ended" in text
+        assert "under FSDP2: " in text
+
+
+def fails_in_flush(rank: int) -> None:
+    """Rank 1 fails when its last windows are applied, behind the message that all ranks close."""
+    model = sharded()
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **WINDOWED["re-selecting"])
+    for step in range(2):
+        backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 1:
+        pytest.MonkeyPatch().setattr(UploadScheduler, "finish", _fail)  # of a process that ends with its error
+    optimizer.close()
+
+
+def test_rank_that_fails_in_close_is_told_of(two_ranks: RankProcesses) -> None:
+    other, own = messages(two_ranks.outcomes(fails_in_flush, timeout=60))
+    assert own == "the lane is on fire"
+    assert "rank 1 failed" in other
 
 
 def test_skipped_step_raises_on_all(two_ranks: RankProcesses) -> None:

@@ -23,7 +23,8 @@ from zenflow_compile.planning.plan import GROUPS, dividing_ranks
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.ranks import agreement
 from zenflow_compile.runtime.ranks.agreement import levels_of_hosts, levels_of_mesh
-from zenflow_compile.runtime.ranks.rank_group import Levels, meet
+from zenflow_compile.runtime.ranks.attendance import Member, meet
+from zenflow_compile.runtime.ranks.rank_group import Levels
 
 pytestmark = pytest.mark.timeout(180)
 EXACT = 1e-6
@@ -59,7 +60,7 @@ def trained(rank: int, options: dict[str, Any], hosts: str, *, mesh: bool, compi
     group: Any = dist.group.WORLD
     if mesh:
         group = init_device_mesh("cpu", (len(set(hosts)), ranks // len(set(hosts))), mesh_dim_names=("copies", "parts"))
-    with mock.patch.object(agreement, "host_of_process", return_value=hosts[rank]):
+    with mock.patch.object(Member, "own", return_value=Member(hosts[rank])):
         return train(options, rank, ranks, steps=12, clip=0.1, compiled=compiled, group=group)
 
 
@@ -108,7 +109,7 @@ def sent(rank: int, hosts: str) -> tuple[dict[str, int], int]:
     """Bytes of each collective of the step in which a rank sends least, which flushes nothing, and of host memory."""
     torch.manual_seed(0)
     net = torch.nn.Linear(8, WIDE, bias=False)
-    with mock.patch.object(agreement, "host_of_process", return_value=hosts[rank]):
+    with mock.patch.object(Member, "own", return_value=Member(hosts[rank])):
         optimizer = ZenFlowAdamW(
             net.named_parameters(), **OFFLOAD, topk_ratio=0.25, update_interval=4, process_group=dist.group.WORLD
         )
@@ -175,7 +176,7 @@ def test_numbers_that_do_not_divide_warn_once(two_ranks: RankProcesses) -> None:
 
 def lonely(rank: int) -> None:
     if rank == 0:
-        meet([0, 1], "", timedelta(seconds=1))
+        meet([0, 1], Member.own(), timedelta(seconds=1))
     raise RuntimeError("rank 1 has not created an optimizer within 1 s")
 
 

@@ -66,7 +66,7 @@ def run_pipeline(gm: GraphModule, ctx: PassContext, passes: Sequence[GraphPass] 
     private.graph_rewritten(gm.graph, written_inputs(gm.graph))
     gm.graph.lint()
     gm.recompile()
-    log.info("engine %d, %s graph: %s", ctx.engine_id, ctx.phase, tuple(counts))
+    log.debug("engine %d, %s graph: %s", ctx.engine_id, ctx.phase, tuple(counts))
     return tuple(counts)
 
 

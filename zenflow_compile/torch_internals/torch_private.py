@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -20,6 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 import torch.distributed
@@ -305,6 +306,7 @@ class _ListenedUnshard:
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.unshard: Callable[[bool], None] = group.unshard
         self.listeners: list[Callable[[Sequence[Tensor]], None]] = []
 
     def __call__(self, async_op: bool = False) -> None:
@@ -312,7 +314,7 @@ class _ListenedUnshard:
         with self._stream(async_op):
             for listener in list(self.listeners):
                 listener([each.sharded_param for each in group.fsdp_params])
-        type(group).unshard(group, async_op)
+        self.unshard(async_op)
 
     def _stream(self, async_op: bool) -> AbstractContextManager[object]:
         """The stream that copies the shards into what is sent."""
@@ -332,11 +334,11 @@ class UnshardHandle:
 
     def remove(self) -> None:
         """Idempotent."""
-        listened: _ListenedUnshard | None = self._group.__dict__.get("unshard")
-        if listened is not None and self._listener in listened.listeners:
+        listened = self._group.unshard
+        if isinstance(listened, _ListenedUnshard) and self._listener in listened.listeners:
             listened.listeners.remove(self._listener)
             if not listened.listeners:
-                del self._group.unshard
+                _put_back(self._group, "unshard", listened.unshard)
 
 
 def listen_to_unshard(params: Sequence[Tensor], listener: Callable[[Sequence[Tensor]], None]) -> list[UnshardHandle]:
@@ -349,13 +351,80 @@ def listen_to_unshard(params: Sequence[Tensor], listener: Callable[[Sequence[Ten
     for group in _fully_sharded_groups():
         if wanted.isdisjoint(id(each.sharded_param) for each in group.fsdp_params):
             continue
-        listened = group.__dict__.get("unshard")
-        if listened is None:
+        listened = group.unshard
+        if not isinstance(listened, _ListenedUnshard):
             listened = group.unshard = _ListenedUnshard(group)
         if listener not in listened.listeners:
             listened.listeners.append(listener)
             handles.append(UnshardHandle(group, listener))
     return handles
+
+
+class _NamedFailures:
+    """A method of one of FSDP2's groups, the failed collectives of which ``refuse`` raises instead."""
+
+    def __init__(self, call: Callable[..., Any], what: str, refuse: WeakMethod[Callable[[str, RuntimeError], None]]):
+        self.call, self._what, self._refuse = call, what, refuse
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.call(*args, **kwargs)
+        except RuntimeError as error:
+            if _is_of_collective(error) and (refuse := self._refuse()) is not None:
+                refuse(self._what, error)
+            raise
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether PyTorch's collectives have raised it: gloo raises mere RuntimeErrors, in their innermost frame."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return isinstance(error, torch.distributed.DistError) or where.endswith("distributed_c10d.py")
+
+
+_COLLECTIVES = {
+    "unshard": "gathered weights",
+    "wait_for_unshard": "waited for weights",
+    "post_backward": "averaged gradients",
+}
+"""Methods of FSDP2's groups that send something, and what they do."""
+
+
+def name_failures(
+    members: Collection[tuple[int, ...]], refuse: WeakMethod[Callable[[str, RuntimeError], None]]
+) -> Callable[[], None]:
+    """Have ``refuse(what, error)`` raise for collectives that fail in FSDP2's groups of the ranks ``members``.
+
+    Returns a call that ends it.
+    """
+    named: list[tuple[Any, str, _NamedFailures]] = []
+    for group in _fully_sharded_groups() if members else ():
+        if ranks_of(group._reduce_scatter_process_group) not in members:
+            continue
+        for name, what in _COLLECTIVES.items():
+            listened = group.unshard if name == "unshard" else None
+            owner = listened if isinstance(listened, _ListenedUnshard) else group  # its listeners' errors are not these
+            failures = _NamedFailures(getattr(owner, name), what, refuse)
+            setattr(owner, name, failures)
+            named.append((owner, name, failures))
+
+    def end() -> None:
+        for owner, name, failures in named:
+            if getattr(owner, name) is failures:
+                _put_back(owner, name, failures.call)
+        named.clear()
+
+    return end
+
+
+def _put_back(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Set a method of an object that was replaced; one of its class is no attribute of its own."""
+    if getattr(call, "__self__", None) is owner:
+        del owner.__dict__[name]
+    else:
+        setattr(owner, name, call)
 
 
 def names_of_shards() -> dict[int, str]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import GROUPS, dividing_ranks
-from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup, first_difference, meet
+from zenflow_compile.runtime.ranks.attendance import Member, meet
+from zenflow_compile.runtime.ranks.rank_group import Call, Levels, RankGroup, first_difference
 from zenflow_compile.runtime.sharding import repeated_parts, sharding_of
 from zenflow_compile.torch_internals import torch_private
 
@@ -56,8 +54,8 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
         if len(sharding.everyone) == 1:
             return None
         everyone, timeout = sharding.everyone, torch_private.group_timeout(sharding.groups[0], device)
-        hosts = meet(everyone, host_of_process(), timeout)
-        return RankGroup(sharding.groups[0], device, Levels([everyone], everyone, sharding.groups), hosts)
+        members = meet(everyone, Member.own(), timeout)
+        return RankGroup(sharding.groups[0], device, Levels([everyone], everyone, sharding.groups), members)
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(
@@ -79,8 +77,8 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
             )
         if group.size() == 1:
             return None
-        hosts = meet(levels.everyone, host_of_process(), torch_private.group_timeout(group.get_group(1), device))
-        return RankGroup(group.get_group(1), device, levels, hosts)
+        members = meet(levels.everyone, Member.own(), torch_private.group_timeout(group.get_group(1), device))
+        return RankGroup(group.get_group(1), device, levels, members)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -105,11 +103,12 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
     if dist.get_world_size(group) == 1:
         return None
     ranks = sorted(dist.get_process_group_ranks(group))
-    hosts = meet(ranks, host_of_process(), torch_private.group_timeout(group, device))
+    members = meet(ranks, Member.own(), torch_private.group_timeout(group, device))
+    hosts = [member.host for member in members]
     levels = levels_of_hosts(ranks, hosts)
     if dist.get_rank(group) == 0:
         _warn_of_copies(levels, hosts)
-    return RankGroup(group, device, levels, hosts)
+    return RankGroup(group, device, levels, members)
 
 
 def _warn_of_copies(levels: Levels, hosts: Sequence[str]) -> None:
@@ -128,13 +127,6 @@ def _warn_of_copies(levels: Levels, hosts: Sequence[str]) -> None:
             UserWarning,
             stacklevel=user_stacklevel(),
         )
-
-
-def host_of_process() -> str:
-    """The machine of this process: two of one name differ by the number of their start."""
-    with suppress(OSError):
-        return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    return socket.gethostname()
 
 
 def levels_of_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> Levels:

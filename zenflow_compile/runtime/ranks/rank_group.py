@@ -4,29 +4,27 @@ Every rank makes the same calls in the same order, with tensors of the same shap
 one process group of the engine's own, messages through another one, so that they have no common order with each other
 or with the user's collectives.
 
-A wait on the host looks for ranks that have failed: a rank that raises leaves the text of its error in the store of the
-run first.
+A wait on the host looks for ranks that have failed: a rank that raises leaves the text of its error first.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Plan
+from zenflow_compile.runtime.ranks.attendance import Attendance, Member, RankError
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.torch_internals import torch_private
 
@@ -80,8 +78,6 @@ def cut(items: Sequence[_T], bytes_of: Sequence[int], dtypes: Sequence[torch.dty
 _SPIN_SECONDS = 1e-3  # a message of a machine's own ranks comes in less
 _SLEEP_SECONDS = 2e-4
 _LOOK_SECONDS = 0.2  # between looks for failed ranks
-_COME_SECONDS = 2.0  # for which a rank that waits for one that is gone looks which others wait, too
-_FAILED, _MISSED, _WAITS = "failed", "missed", "waits "  # keys of the store
 _HEADER = 9  # bytes of a message in front of its content: the call, and the step
 _ROOM = 1024
 
@@ -103,34 +99,6 @@ class Call(Enum):
 
 
 _CALLS = list(Call)
-_MEETINGS = Counter[str]()
-
-
-def meet(ranks: Sequence[int], text: str, timeout: timedelta) -> list[str]:
-    """Exchange texts with all ``ranks`` where they create their optimizers. Returns those of the ranks.
-
-    Raises RankError if some do not come within ``timeout``.
-    """
-    name = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
-    store = torch_private.shared_store(f"zenflow/meeting/{name}/{_MEETINGS[name]}")
-    _MEETINGS[name] += 1
-    store.set(str(dist.get_rank()), text)
-    keys = [str(rank) for rank in ranks]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        missing = [key for key in keys if not torch_private.store_has(store, [key])]
-        raise RankError(
-            f"{ranks_text(missing, 'has', 'have')} not created an optimizer within {timeout.total_seconds():g} s, as "
-            f"rank {dist.get_rank()} has: all ranks that train a model do, in the same order"
-        ) from error
-    return [value.decode() for value in torch_private.store_values(store, keys)]
-
-
-def ranks_text(numbers: Sequence[object], verb: str, plural: str) -> str:
-    """``rank 3 has`` or ``ranks 3, 5 have``; of none, of which nothing is known, ``a rank has``."""
-    names = ", ".join(map(str, numbers))
-    return f"ranks {names} {plural}" if len(numbers) > 1 else f"rank {names} {verb}" if numbers else f"a rank {verb}"
 
 
 class Levels(NamedTuple):
@@ -146,10 +114,6 @@ class Levels(NamedTuple):
     copies: Sequence[Sequence[int]]
     everyone: Sequence[int]
     shards: Sequence[dist.ProcessGroup] = ()
-
-
-class RankError(RuntimeError):
-    """Another rank failed, is gone, or does something else. Training cannot go on in this process group."""
 
 
 class Pending(NamedTuple):
@@ -185,7 +149,7 @@ class RankGroup:
         group: of the user's; every rank of it makes this object at the same point of its program.
         device: of the parameters.
         levels: which of its ranks, or of further replicas of a sharded model, do what.
-        hosts: the machine of each rank of ``levels.everyone``; one for all, if it is not given.
+        processes: of each rank of ``levels.everyone``; of one machine, if it is not given.
 
     Attributes:
         rank: of this process; size: number of ranks; both among those of its copy, which divide parameters.
@@ -193,11 +157,10 @@ class RankGroup:
         message_rank, message_size: the same among all.
         on_machine: the place of this process among those of all that are on its machine, and their number.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
-        failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, levels: Levels, hosts: Sequence[str] = ()
+        self, group: dist.ProcessGroup, device: torch.device, levels: Levels, processes: Sequence[Member] = ()
     ) -> None:
         self.number = next(_numbers)
         self.step = 0
@@ -207,6 +170,7 @@ class RankGroup:
         members = copies[self.replica]
         self.rank, self.size = members.index(own), len(members)
         self.message_rank, self.message_size = everyone.index(own), len(everyone)
+        hosts = [process.host for process in processes]
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.message_rank]] or range(len(everyone))
         self.on_machine = here.index(self.message_rank), len(here)
         self._rows = [everyone.index(member) for member in members]  # of this group, in what messages gather
@@ -220,8 +184,9 @@ class RankGroup:
             self._sums = self._new_group([everyone], backend)
         # What FSDP2 sends through its groups has the same order on all their ranks, and so has what is added up.
         self._shards = {torch_private.ranks_of(group): group for group in shards}
-        self._store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
-        self.failed = False
+        store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
+        self._attendance = Attendance(store, self.message_rank, self.message_size, processes, self._timeout)
+        self._end_naming = torch_private.name_failures(self._shards, WeakMethod(self._refuse_failed_collective))
         self._room = _ROOM
         self._together = "creates its optimizer"  # the last call that all ranks were in
 
@@ -246,6 +211,11 @@ class RankGroup:
         if by_all:
             self._to_close.append(own)
         return own
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has raised, or has learned that another one did. Nothing can be sent any more."""
+        return self._attendance.failed
 
     def divided(self, plan: Plan) -> Plan:
         """``plan``, which has no parameters yet, for this rank."""
@@ -391,10 +361,7 @@ class RankGroup:
 
     def announce(self, text: str) -> None:
         """Leave the text of an error of this rank for the others, unless one was left already."""
-        if not self.failed:
-            self.failed = True
-            with suppress(Exception):  # the process that has the store may be gone
-                self._store.set(_FAILED, f"{self.message_rank}\n{text}")
+        self._attendance.announce(text)
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
@@ -407,13 +374,6 @@ class RankGroup:
             self.announce(f"{type(error).__name__}: {error}")
             raise
 
-    def _raise_failure_of_others(self) -> None:
-        with suppress(dist.DistError):
-            if not self.failed and torch_private.store_has(self._store, [_FAILED]):
-                rank, _, text = self._store.get(_FAILED).decode().partition("\n")
-                self.failed = True
-                raise RankError(f"rank {rank} failed in or after step {self.step}: {text}")
-
     def _wait(self, work: dist.Work, what: str, *, polls: bool) -> None:
         try:
             if polls:
@@ -423,25 +383,19 @@ class RankGroup:
         except RankError:
             raise
         except RuntimeError as error:
-            self._raise_failure_of_others()
-            raise RankError(
-                f"step {self.step}: {self._absent()} gone, or not there within {self._timeout.total_seconds():g} s; "
-                f"all ranks were last together where each {self._together}. Rank {self.message_rank} waited for "
-                f"{what}: {error}"
-            ) from error
+            self._refuse(f"waited for {what}", error)
 
-    def _absent(self) -> str:
-        """Say which ranks do not wait for others as this one does: ``rank 3 is``. Nothing is sent from here on."""
-        self.failed = True
-        absent = [rank for rank in range(self.message_size) if rank != self.message_rank]
-        with suppress(Exception):  # the process that has the store may be gone
-            self._store.set(f"{_WAITS}{self.message_rank}", "")
-            self._store.set(_MISSED, "")  # those that wait for others than the one that is gone notice it by this
-            begin = time.monotonic()
-            while absent and time.monotonic() - begin < _COME_SECONDS:
-                time.sleep(_LOOK_SECONDS)
-                absent = [rank for rank in absent if not torch_private.store_has(self._store, [f"{_WAITS}{rank}"])]
-        return ranks_text(absent, "is", "are")
+    def _refuse(self, what: str, error: RuntimeError) -> NoReturn:
+        """Raise RankError for a collective that has failed: with the failure of another rank, or with who is gone."""
+        self._attendance.raise_failure_of_others(self.step)
+        raise RankError(
+            f"step {self.step}: {self._attendance.absent()}; all ranks were last together where each {self._together}. "
+            f"Rank {self.message_rank} {what}: {error}"
+        ) from error
+
+    def _refuse_failed_collective(self, what: str, error: RuntimeError) -> None:
+        """Likewise for one of FSDP2's."""
+        self._refuse(f"{what} under FSDP2", error)
 
     def _poll(self, work: dist.Work) -> None:
         begin = looked = time.monotonic()
@@ -449,14 +403,14 @@ class RankGroup:
             now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
                 looked = now
-                self._raise_failure_of_others()
-                if torch_private.store_has(self._store, [_MISSED]):
-                    raise RuntimeError("another rank has missed one")
+                self._attendance.raise_failure_of_others(self.step)
+                self._attendance.raise_if_missed()
             if now - begin > _SPIN_SECONDS:
                 time.sleep(_SLEEP_SECONDS)
 
     def close(self) -> None:
         """Give the process groups back. Idempotent."""
+        self._end_naming()
         groups, self._to_close = self._to_close, []
         for group in groups:
             with suppress(Exception):  # the user may have destroyed all groups

@@ -20,10 +20,10 @@ from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
+from zenflow_compile.runtime.ranks.attendance import RankError
 from zenflow_compile.runtime.ranks.rank_group import (
     Call,
     Pending,
-    RankError,
     RankGroup,
     RowLayout,
     block,

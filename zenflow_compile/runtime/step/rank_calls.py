@@ -292,8 +292,8 @@ class ShardCalls(SeveralRanks):
     """The calls of one engine that all ranks of a sharded model make, in the same order."""
 
     alike = (
-        "FSDP2 mixes up gradients of parameters that only some ranks have used, without an error; use all of them on "
-        "each rank, an expert without tokens on an empty batch: loss + expert(tokens[:0]).sum()"
+        "all ranks clear gradients alike, and use the same parameters, since FSDP2 mixes up those of others without an "
+        "error; use an expert without tokens on an empty batch: loss + expert(tokens[:0]).sum()"
     )
 
     @contextmanager
@@ -317,6 +317,7 @@ class ShardCalls(SeveralRanks):
         with self.group.announcing():
             self.group.exchange(call)
             yield ()
+            self.group.exchange(call)  # a rank that fails until here has parts of the model that lack updates
 
     def sum_norms(self, params: Sequence[OffloadedParam]) -> None:
         """Add up the squared norms of slices over the ranks that have a part of each, by which these are selected.
