@@ -42,6 +42,14 @@ def six_ranks() -> Iterator[RankProcesses]:
 
 
 @pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[RankProcesses]:
+    """Eight processes: a machine with as many devices, or several of them."""
+    ranks = RankProcesses(8)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankProcesses]:
     """Four processes: two replicas of two shards."""
     ranks = RankProcesses(4)

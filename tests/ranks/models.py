@@ -71,11 +71,11 @@ def uneven() -> nn.Module:
     return Uneven()
 
 
-def batch(step: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """A rank's part of the batch of a step."""
+def batch(step: int, rank: int = 0, ranks: int = 1, rows: int = BATCH) -> tuple[Tensor, Tensor]:
+    """A rank's part of the batch of a step, which has ``rows``."""
     generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randint(0, 40, (BATCH,), generator=generator) for _ in range(2))
-    part = slice(BATCH * rank // ranks, BATCH * (rank + 1) // ranks)
+    x, y = (torch.randint(0, 40, (rows,), generator=generator) for _ in range(2))
+    part = slice(rows * rank // ranks, rows * (rank + 1) // ranks)
     return x[part], y[part]
 
 
@@ -107,13 +107,14 @@ def train(
     device: str = "cpu",
     folder: str | None = None,
     group: Any = None,
+    rows: int = BATCH,
 ) -> list[Tensor]:
     """The weights after training as one of ``ranks``; of one process over the joint batch if there is one."""
     if folder is None:
         with tempfile.TemporaryDirectory() as folder:
             return train(
                 options, rank, ranks, steps=steps, compiled=compiled, clip=clip, backwards=backwards, build=build,
-                device=device, folder=folder, group=group,
+                device=device, folder=folder, group=group, rows=rows,
             )  # fmt: skip
     model = build().to(device)
     if group is None and ranks > 1:
@@ -126,7 +127,7 @@ def train(
         )
     for step in range(steps):
         for part in range(backwards):
-            x, y = (each.to(device) for each in batch(step * backwards + part, rank, ranks))
+            x, y = (each.to(device) for each in batch(step * backwards + part, rank, ranks, rows))
             (F.cross_entropy(call(x), y) / backwards).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

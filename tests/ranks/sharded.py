@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from tests.ranks.models import batch, optimizer_over, uneven
+from tests.ranks.models import BATCH, batch, optimizer_over, uneven
 
 
 def sharded(build: Callable[[], nn.Module] = uneven, **keywords: Any) -> nn.Module:
@@ -60,6 +60,7 @@ def train_sharded(
     compiled: bool = False,
     change: Callable[[nn.Module], None] | None = None,
     build: Callable[[], nn.Module] = uneven,
+    rows: int = BATCH,
     **keywords: Any,
 ) -> list[Tensor]:
     """The whole weights after training as one of ``ranks`` with parts of the batch.
@@ -82,7 +83,7 @@ def train_sharded(
         optimizer = optimizer_over(model, options, folder)
         for step in range(steps):
             for part in range(backwards):
-                x, y = (each.to(device) for each in batch(step * backwards + part, rank, ranks))
+                x, y = (each.to(device) for each in batch(step * backwards + part, rank, ranks, rows))
                 if not syncs:
                     model.set_requires_gradient_sync(part == backwards - 1)
                 (F.cross_entropy(model(x).float(), y) / backwards).backward()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -26,6 +28,17 @@ class LostStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         raise DistNetworkError("Connection reset by peer")
+
+
+class SilentStore(Store):
+    """One whose process hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.end.wait()
 
 
 def ended() -> subprocess.Popen[bytes]:
@@ -63,7 +76,7 @@ def attendance(store: Store, dead: int | None, size: int = 4) -> Attendance:
         process = ended()
         process.wait()
         members[dead] = own._replace(pid=process.pid)
-    return Attendance(store, 1, size, members, SECONDS)
+    return Attendance(store, 1, size, 0, members, SECONDS)
 
 
 def test_ended_rank_is_named_at_once() -> None:
@@ -73,16 +86,42 @@ def test_ended_rank_is_named_at_once() -> None:
 
 def test_ranks_that_wait_are_there() -> None:
     store = HashStore()
-    waiting = [Attendance(store, rank, 4, (), SECONDS) for rank in (0, 1, 3)]
+    waiting = [Attendance(store, rank, 4, 0, (), SECONDS) for rank in (0, 1, 3)]
     with ThreadPoolExecutor() as threads:
         texts = list(threads.map(Attendance.absent, waiting))
     assert texts == ["rank 2 is gone, or not there within 7 s"] * 3
 
 
-def test_nobody_is_named_when_the_store_is_gone() -> None:
-    gone = "a rank is gone: the store of the run is gone, which rank 0 has unless the launcher does, as torchrun"
-    assert attendance(LostStore(), None).absent() == gone
+KEEPER = "rank 0 is gone, or not there within 7 s, if it has the store of the run, which does not answer"
+
+
+def test_rank_with_the_store_is_named_when_that_is_gone() -> None:
+    assert attendance(LostStore(), None).absent() == KEEPER
     assert attendance(LostStore(), 0).absent() == "rank 0 is gone: its process has ended"
+    elsewhere = Attendance(LostStore(), 1, 4, None, (), SECONDS)
+    assert elsewhere.absent().startswith(
+        "a rank is gone: the store of the run does not answer, which rank 0 has unless"
+    )
+
+
+def test_others_that_have_ended_since_are_not_named() -> None:
+    process = ended()
+    process.wait()
+    dead = Member.own()._replace(pid=process.pid)
+    lost = Attendance(LostStore(), 1, 3, 0, [dead, Member.own(), dead], SECONDS)
+    assert lost.absent() == "rank 0 is gone: its process has ended"
+
+
+def test_store_that_hangs_is_not_awaited() -> None:
+    store = SilentStore()
+    seen = Attendance(store, 1, 4, 0, (), SECONDS, answer_seconds=0.01)
+    begin = time.monotonic()
+    seen.announce("an error of its own")
+    seen.raise_failure_of_others(0)
+    seen.raise_if_missed()
+    assert seen.absent() == KEEPER
+    assert time.monotonic() - begin < 60  # and not forever
+    store.end.set()
 
 
 def test_meeting_tells_who_is_missing() -> None:
@@ -90,5 +129,7 @@ def test_meeting_tells_who_is_missing() -> None:
     store.set("1", "")
     with pytest.raises(RankError, match=r"ranks 0, 2 have not created an optimizer within 0\.1 s"):
         wait_for_all(store, 1, ["0", "1", "2"], timedelta(seconds=0.1))
-    with pytest.raises(RankError, match=r"the store of the run is gone, .* while ranks created their optimizers"):
+    with pytest.raises(
+        RankError, match=r"the store of the run does not answer, .* while ranks create their optimizers"
+    ):
         wait_for_all(LostStore(), 1, ["0", "1"], SECONDS)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.ranks.models import ALL_POLICIES, OFFLOAD, WINDOWED, difference, train, uneven
+from tests.ranks.models import ALL_POLICIES, BATCH, OFFLOAD, WINDOWED, difference, train, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
@@ -54,14 +54,16 @@ def test_machines_have_copies(hosts: str, copies: list[list[int]]) -> None:
     assert levels_of_hosts(range(len(hosts)), list(hosts)) == Levels(copies, list(range(len(hosts))))
 
 
-def trained(rank: int, options: dict[str, Any], hosts: str, *, mesh: bool, compiled: bool) -> list[torch.Tensor]:
+def trained(
+    rank: int, options: dict[str, Any], hosts: str, *, mesh: bool, compiled: bool, rows: int = BATCH
+) -> list[torch.Tensor]:
     """Weights after some steps of a rank whose machine is ``hosts[rank]``, or whose mesh has as many rows."""
     ranks = len(hosts)
     group: Any = dist.group.WORLD
     if mesh:
         group = init_device_mesh("cpu", (len(set(hosts)), ranks // len(set(hosts))), mesh_dim_names=("copies", "parts"))
     with mock.patch.object(Member, "own", return_value=Member(hosts[rank])):
-        return train(options, rank, ranks, steps=12, clip=0.1, compiled=compiled, group=group)
+        return train(options, rank, ranks, steps=12, clip=0.1, compiled=compiled, group=group, rows=rows)
 
 
 @pytest.mark.matrix(6)
@@ -89,6 +91,17 @@ def test_six_ranks_equal_one(six_ranks: RankProcesses, hosts: str) -> None:
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
     assert difference(results[0], train(options, steps=12, clip=0.1)) < EXACT
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", ["aaaaaaaa", "aaaabbbb", "aabbccdd"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graph"])
+def test_eight_ranks_equal_one(eight_ranks: RankProcesses, hosts: str, compiled: bool) -> None:
+    options = WINDOWED["re-selecting"]
+    results = eight_ranks.call(trained, options, hosts, mesh=False, compiled=compiled, rows=24)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+    assert difference(results[0], train(options, steps=12, clip=0.1, rows=24)) < EXACT
 
 
 def with_other_groups(rank: int, others: list[int]) -> None:

@@ -30,6 +30,14 @@ def test_sharded_model_equals_adamw(two_ranks: RankProcesses, policy: str, clip:
     assert difference(results[0], train(None, clip=clip)) < EXACT
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_eight_ranks_of_shards_equal_adamw(eight_ranks: RankProcesses, policy: str) -> None:
+    results = eight_ranks.call(train_sharded, 8, ALL_POLICIES[policy], clip=0.1, rows=24)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, clip=0.1, rows=24)) < EXACT
+
+
 @pytest.mark.parametrize("syncs", [True, False])
 def test_accumulation_of_shards_equals_adamw(two_ranks: RankProcesses, syncs: bool) -> None:
     results = two_ranks.call(train_sharded, 2, ALL_POLICIES["zenflow"], backwards=3, syncs=syncs, clip=0.1)

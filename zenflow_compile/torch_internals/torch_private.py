@@ -667,13 +667,6 @@ def shared_store(prefix: str) -> torch._C._distributed_c10d.Store:
     return torch._C._distributed_c10d.PrefixStore(prefix, store)
 
 
-def store_has(store: torch._C._distributed_c10d.Store, keys: list[str]) -> bool:
-    """Return whether all of ``keys`` are in the store; False if it can no longer be read."""
-    with suppress(torch.distributed.DistError):
-        return bool(store.check(keys))
-    return False
-
-
 def store_values(store: torch._C._distributed_c10d.Store, keys: list[str]) -> list[bytes]:
     """The values of ``keys``, which are all there; from one message where the kind of store can."""
     if cast(Any, store).has_extended_api():

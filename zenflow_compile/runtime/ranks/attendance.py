@@ -1,6 +1,7 @@
 """Which ranks are there: where they meet, what those that fail tell the others, and who is gone.
 
-Ranks tell each other by the key-value store of the run, which may go with the process that has it.
+Ranks tell each other by the key-value store of the run. The process that has it may end, and then the store raises, or
+it may hang, and then the store never answers.
 """
 
 from __future__ import annotations
@@ -9,23 +10,29 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zenflow_compile.torch_internals import torch_private
 
+_T = TypeVar("_T")
+
 _LOOK_SECONDS = 0.2  # between looks for failed ranks
 _COME_SECONDS = 2.0  # for which a rank that waits for one that is gone looks which others wait, too
 _FAILED, _MISSED, _WAITS = "failed", "missed", "waits "  # keys of the store
-_STORE_IS_GONE = "the store of the run is gone, which rank 0 has unless the launcher does, as torchrun"
+_ANSWER_SECONDS = 5.0  # after which a store is taken for one that never answers
+_SILENT = "the store of the run does not answer, which rank 0 has unless the launcher does, as torchrun"
 
 _MEETINGS = Counter[str]()
 
@@ -77,10 +84,18 @@ def meet(ranks: Sequence[int], own: Member, timeout: timedelta) -> list[Member]:
     name = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
     store = torch_private.shared_store(f"zenflow/meeting/{name}/{_MEETINGS[name]}")
     _MEETINGS[name] += 1
-    store.set(str(dist.get_rank()), json.dumps(own))
-    keys = [str(rank) for rank in ranks]
-    wait_for_all(store, dist.get_rank(), keys, timeout)
-    return [Member(*json.loads(value)) for value in torch_private.store_values(store, keys)]
+    keys, rank = [str(rank) for rank in ranks], dist.get_rank()
+
+    def exchange() -> list[bytes]:
+        store.set(str(rank), json.dumps(own))
+        wait_for_all(store, rank, keys, timeout)
+        return torch_private.store_values(store, keys)
+
+    try:
+        values = StoreReads().ask(exchange, timeout.total_seconds() + _ANSWER_SECONDS)
+    except TimeoutError as error:
+        raise RankError(f"{_SILENT}, while ranks create their optimizers") from error
+    return [Member(*json.loads(value)) for value in values]
 
 
 def wait_for_all(store: torch._C._distributed_c10d.Store, rank: int, keys: list[str], timeout: timedelta) -> None:
@@ -91,7 +106,7 @@ def wait_for_all(store: torch._C._distributed_c10d.Store, rank: int, keys: list[
         try:
             missing = [key for key in keys if not store.check([key])]
         except RuntimeError:
-            raise RankError(f"{_STORE_IS_GONE}, while ranks created their optimizers") from error
+            raise RankError(f"{_SILENT}, while ranks create their optimizers") from error
         raise RankError(
             f"{ranks_text(missing, 'has', 'have')} not created an optimizer within {timeout.total_seconds():g} s, as "
             f"rank {rank} has: all ranks that train a model do, in the same order"
@@ -104,15 +119,50 @@ def ranks_text(numbers: Sequence[object], verb: str, plural: str) -> str:
     return f"ranks {names} {plural}" if len(numbers) > 1 else f"rank {names} {verb}" if numbers else f"a rank {verb}"
 
 
+class StoreReads:
+    """Asks a store in another thread, which stays if it never gets an answer."""
+
+    def __init__(self) -> None:
+        self._asking: threading.Thread | None = None
+
+    def ask(self, call: Callable[[], _T], seconds: float) -> _T:
+        """The result of ``call``, or its error; TimeoutError after ``seconds``, and while an earlier call has none."""
+        if self._asking is not None and self._asking.is_alive():
+            raise TimeoutError("the store of the run has not answered before")
+        answers = SimpleQueue[Callable[[], _T]]()
+
+        def run() -> None:
+            try:
+                result = call()
+            except Exception as error:
+                answers.put(partial(_raise, error))
+            else:
+                answers.put(lambda: result)
+
+        self._asking = threading.Thread(target=run, name="zenflow store", daemon=True)
+        self._asking.start()
+        try:
+            answer = answers.get(timeout=seconds)
+        except Empty:
+            raise TimeoutError("the store of the run does not answer") from None
+        return answer()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
 class Attendance:
     """What the ranks of one optimizer know of each other.
 
     Args:
         store: of the optimizer's ranks, for keys of theirs alone.
         rank: of this process, among those that are numbered from 0.
+        keeper: the one of them that may have the store; None: none of them.
         members: the process of each of them; empty where they have not met.
         size: their number.
         timeout: of their collectives.
+        answer_seconds: after which a store is taken for one that never answers.
 
     Attributes:
         failed: this rank has raised, or has learned that another one did. Nothing can be sent any more.
@@ -123,52 +173,77 @@ class Attendance:
         store: torch._C._distributed_c10d.Store,
         rank: int,
         size: int,
+        keeper: int | None,
         members: Sequence[Member],
         timeout: timedelta,
+        answer_seconds: float = _ANSWER_SECONDS,
     ) -> None:
         self.failed = False
-        self._store, self._rank, self._size, self._members, self._timeout = store, rank, size, members, timeout
+        self._answer_seconds = answer_seconds
+        self._store, self._rank, self._size, self._keeper = store, rank, size, keeper
+        self._members, self._timeout = members, timeout
+        self._reads = StoreReads()
 
     def announce(self, text: str) -> None:
         """Leave the text of an error of this rank for the others, unless one was left already."""
         if not self.failed:
             self.failed = True
             with suppress(Exception):  # the process that has the store may be gone
-                self._store.set(_FAILED, f"{self._rank}\n{text}")
+                self._reads.ask(partial(self._store.set, _FAILED, f"{self._rank}\n{text}"), self._answer_seconds)
 
     def raise_failure_of_others(self, step: int) -> None:
         """Raise RankError if another rank has left the text of an error."""
-        with suppress(dist.DistError):
-            if not self.failed and torch_private.store_has(self._store, [_FAILED]):
-                rank, _, text = self._store.get(_FAILED).decode().partition("\n")
-                self.failed = True
-                raise RankError(f"rank {rank} failed in or after step {step}: {text}")
+        if self.failed or (told := self._told(_FAILED)) is None:
+            return
+        rank, _, text = told.decode().partition("\n")
+        self.failed = True
+        raise RankError(f"rank {rank} failed in or after step {step}: {text}")
 
     def raise_if_missed(self) -> None:
         """Raise RuntimeError if another rank waits for one that is gone, as this one then does before long."""
-        if torch_private.store_has(self._store, [_MISSED]):
+        if self._told(_MISSED) is not None:
             raise RuntimeError("another rank has missed one")
+
+    def _told(self, key: str) -> bytes | None:
+        """What is in the store; None if there is nothing, or it does not answer."""
+
+        def read() -> bytes | None:
+            return self._store.get(key) if self._store.check([key]) else None
+
+        try:
+            return self._reads.ask(read, self._answer_seconds)
+        except (dist.DistError, TimeoutError):
+            return None
 
     def absent(self) -> str:
         """Say which ranks are gone, of those that do not wait for others as this one does. Nothing is sent any more."""
         self.failed = True
-        absent = [rank for rank in range(self._size) if rank != self._rank]
-        store_is_gone, begin = False, time.monotonic()
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        silent = False
         try:
-            self._store.set(f"{_WAITS}{self._rank}", "")
-            self._store.set(_MISSED, "")  # those that wait for others than the one that is gone notice it by this
-            while True:
-                absent = [rank for rank in absent if not self._store.check([f"{_WAITS}{rank}"])]
-                if not absent or self._ended(absent) or time.monotonic() - begin > _COME_SECONDS:
-                    break
-                time.sleep(_LOOK_SECONDS)
-        except Exception:  # whoever has the store may be gone, and the others may come no more
-            store_is_gone = True
-        if ended := self._ended(absent):
+            absent = self._reads.ask(partial(self._awaited, others), _COME_SECONDS + self._answer_seconds)
+        except Exception:
+            absent, silent = others, True
+        ended = self._ended(absent)
+        if silent and self._keeper in ended:
+            ended = [self._keeper]  # the others may have ended since
+        if ended:
             return f"{ranks_text(ended, 'is', 'are')} gone: {'its' if len(ended) == 1 else 'their'} process has ended"
-        if store_is_gone:
-            return f"a rank is gone: {_STORE_IS_GONE}"
-        return f"{ranks_text(absent, 'is', 'are')} gone, or not there within {self._timeout.total_seconds():g} s"
+        within = f"gone, or not there within {self._timeout.total_seconds():g} s"
+        if silent and self._keeper is not None:
+            return f"rank {self._keeper} is {within}, if it has the store of the run, which does not answer"
+        return f"a rank is gone: {_SILENT}" if silent else f"{ranks_text(absent, 'is', 'are')} {within}"
+
+    def _awaited(self, others: Sequence[int]) -> list[int]:
+        """Tell the others that this rank waits, and find out which of them do not."""
+        self._store.set(f"{_WAITS}{self._rank}", "")
+        self._store.set(_MISSED, "")  # those that wait for others than the one that is gone notice it by this
+        begin = time.monotonic()
+        while True:
+            absent = [rank for rank in others if not self._store.check([f"{_WAITS}{rank}"])]
+            if not absent or self._ended(absent) or time.monotonic() - begin > _COME_SECONDS:
+                return absent
+            time.sleep(_LOOK_SECONDS)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if self._members and self._members[rank].has_ended()]

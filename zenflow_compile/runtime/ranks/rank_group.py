@@ -185,7 +185,8 @@ class RankGroup:
         # What FSDP2 sends through its groups has the same order on all their ranks, and so has what is added up.
         self._shards = {torch_private.ranks_of(group): group for group in shards}
         store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
-        self._attendance = Attendance(store, self.message_rank, self.message_size, processes, self._timeout)
+        keeper = everyone.index(0) if 0 in everyone else None
+        self._attendance = Attendance(store, self.message_rank, self.message_size, keeper, processes, self._timeout)
         self._end_naming = torch_private.name_failures(self._shards, WeakMethod(self._refuse_failed_collective))
         self._room = _ROOM
         self._together = "creates its optimizer"  # the last call that all ranks were in
