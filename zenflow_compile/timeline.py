@@ -14,7 +14,7 @@ Lanes and the kinds on them:
 ``disk``         ``read``, ``write`` (state in files, in and out of the host's cache); with bytes
 ``ranks``        what this rank put into a collective, by its kind; with bytes; instantaneous. ``rank_wait``: on another
                  stream than the model's, a collective or a wait for one
-``peers``        ``copy`` (collectives among ranks; bytes), in simulations
+``peers``        ``copy`` (collectives among ranks; bytes), in simulations; ``network``: those among nodes
 ``step``         ``step``: one per optimizer step, from the end of the previous one to its own
 ``windows``      ``flush`` (an update window was flushed), ``select`` (a selection became current); instantaneous
 ``gradients``    ``dense``: a gradient took memory of its own; ``param`` is the line that caused it; instantaneous

@@ -17,7 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from benchmarks.systems.case import BETAS, EPS, LR, OURS, WEIGHT_DECAY, Case
+from benchmarks.systems.case import BETAS, EPS, LR, OURS, SEVERAL_RANKS_ONLY, WEIGHT_DECAY, Case
 from benchmarks.systems.workloads import DTYPES, Batch
 
 _RANK_SECONDS = 120
@@ -51,6 +51,8 @@ def make_local(case: Case, model: nn.Module) -> System:
     Raises:
         ImportError: its package is not installed.
     """
+    if case.system in SEVERAL_RANKS_ONLY and case.dtype != "fp32":
+        raise ImportError("PyTorch has no fp32 masters that are divided among ranks: it is compared in fp32 only")
     if case.ranks > 1:
         dist.init_process_group(timeout=timedelta(seconds=_RANK_SECONDS))
     if case.system in OURS:

@@ -11,10 +11,10 @@ from rich.console import Console
 from tests.profiling.synthetic import MS, event
 from zenflow_compile.profiling.diagnose import diagnose
 from zenflow_compile.profiling.ranks import (
+    Common,
     Meeting,
     RankPart,
     clock_difference,
-    common_warm_up,
     on_one_clock,
     print_ranks,
     slowest,
@@ -68,19 +68,42 @@ def test_ranks_of_other_machines_are_on_one_clock() -> None:
 
 def test_part_travels_whole() -> None:
     recording = rank_recording(20)
-    own = RankPart.of(recording, [Meeting(1, 2)], warm_up=1, steps=2, whole=True)
+    own = RankPart.of(recording, [Meeting(1, 2)], Common(first_step=1, steps=2, whole=True))
     received = RankPart.decoded(own.encoded())
     assert received.summary == own.summary
     assert own.summary["warm_up_steps"] == 1
     assert received.recording.events == recording.events
     assert received.clock == own.clock
-    fewer = RankPart.of(recording, [], warm_up=0, steps=2, whole=False).recording.events
+    fewer = RankPart.of(recording, [], Common(first_step=0, steps=2, whole=False)).recording.events
     assert {each.step for each in fewer} == {2, 3}
     assert {each.lane for each in fewer} == {"compute", "step"}
 
 
-def test_all_ranks_leave_the_same_steps_out() -> None:
-    assert common_warm_up(rank_recording(10), lambda own: [own, (3).to_bytes(8, "little")]) == 3
+def test_all_ranks_report_alike() -> None:
+    """One has recorded from step 3 on, and one is asked for a trace."""
+    early, late = rank_recording(10), rank_recording(10)
+    late = replace(late, events=tuple(each for each in late.events if each.step > 2))
+    sent: list[bytes] = []
+
+    def keep(own: bytes) -> list[bytes]:
+        sent.append(own)
+        return [own]
+
+    Common.of(early, keep, steps=4, whole=True)
+    Common.of(late, keep, steps=6, whole=False)
+    found = [Common.of(each, lambda _: sent, steps=4, whole=False) for each in (early, late)]
+    assert found == [Common(first_step=3, steps=6, whole=True)] * 2
+    assert RankPart.of(early, [], found[0]).summary["warm_up_steps"] == 3
+    assert RankPart.of(late, [], found[0]).summary["warm_up_steps"] == 0
+
+
+def test_no_rank_is_named_where_waits_are_not_recorded() -> None:
+    recordings = [rank_recording(60), rank_recording(10)]
+    out = io.StringIO()
+    summaries = [summarize(each) for each in recordings]
+    print_ranks(summaries, recordings, Console(file=out, width=100, color_system=None), complete=False)
+    assert "Which rank is the slowest is not known" in out.getvalue()
+    assert "is the slowest:" not in out.getvalue()
 
 
 def test_waits_for_ranks_are_no_stall() -> None:

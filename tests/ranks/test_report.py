@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zenflow_compile as zf
 from tests.ranks.models import WINDOWED, backward, on_ranks, optimizer_over, uneven
@@ -75,8 +76,8 @@ def test_late_rank_is_named(two_ranks: RankProcesses, over_shards: bool) -> None
     assert "Rank 1 is the slowest: the others wait for it." in text
     assert first["in_collectives_ms_per_step"] > 100 + second["in_collectives_ms_per_step"]
     picture = text[text.index("Ranks, per step") :]
-    (of_first,) = (line for line in picture.splitlines() if line.startswith("rank 0"))
-    assert of_first.count("?") > len(of_first) / 2
+    rows = [line for line in picture.splitlines() if line.startswith(("rank 0", "rank 1"))]
+    assert rows[0].count("?") > rows[1].count("?")
     assert "? waiting for ranks" in picture
 
 
@@ -95,17 +96,48 @@ def test_trace_has_all_ranks_on_one_clock(two_ranks: RankProcesses, tmp_path: Pa
         assert there["ts"] + there["dur"] > here["ts"] - LATE_US / 4
 
 
-def sets_its_own_collectives(rank: int) -> None:
+def sets_its_own_collectives(rank: int, order: str) -> None:
     model = sharded()
     optimizer = optimizer_over(model, WINDOWED["re-selecting"], "")
-    with zf.profile(optimizer):
-        backward(model, 0, rank)
+    outer, inner = zf.profile(optimizer), zf.profile(optimizer)
+    if order == "nested":
+        with outer, inner:
+            backward(model, 0, rank)
+    elif order == "crossed":
+        outer.__enter__()
+        with inner:
+            outer.__exit__(None, None, None)
+            backward(model, 0, rank)
+            optimizer.step()
+        assert inner.summary()["rank_wait_ms_per_step"]
+    else:
+        with outer:
+            backward(model, 0, rank)
+            optimizer.close()
     model.set_allocate_memory_from_process_group_for_comm(True)  # refuses others than PyTorch's own
     optimizer.close()
 
 
-def test_profile_leaves_collectives_as_they_were(two_ranks: RankProcesses) -> None:
-    two_ranks.call(sets_its_own_collectives)
+@pytest.mark.parametrize("order", ["nested", "crossed", "closed"])
+def test_profile_leaves_collectives_as_they_were(two_ranks: RankProcesses, order: str) -> None:
+    two_ranks.call(sets_its_own_collectives, order)
+
+
+def hybrid(rank: int) -> str:
+    """The report of two replicas, whose all-reduce FSDP2 calls by itself."""
+    model = sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    optimizer = optimizer_over(model, WINDOWED["re-selecting"], "")
+    out = io.StringIO()
+    with zf.profile(optimizer) as profile:
+        backward(model, 0, rank)
+        optimizer.step()
+    profile.report_ranks(Console(file=out, width=120, color_system=None))
+    optimizer.close()
+    return out.getvalue()
+
+
+def test_no_replica_is_called_slow(two_ranks: RankProcesses) -> None:
+    assert "Which rank is the slowest is not known" in two_ranks.call(hybrid)[0]
 
 
 def reports_alone(rank: int) -> None:

@@ -52,7 +52,10 @@ def loss_of(model: nn.Module, step: int, rank: int, *, uses_all: bool) -> Tensor
     return F.cross_entropy(model(x, (rank,) if step % 2 else (0, 1), uses_all=uses_all), y)
 
 
-def train_routed(rank: int, options: dict[str, Any], *, each: bool, uses_all: bool) -> list[Tensor]:
+def train_routed(
+    rank: int, options: dict[str, Any], *, each: bool, uses_all: bool, zeros: bool = False
+) -> list[Tensor]:
+    """Train with experts in groups of their own (``each``), and gradients that stay as zeros behind a step."""
     model = routed()
     if each:
         for expert in model.experts:
@@ -62,10 +65,23 @@ def train_routed(rank: int, options: dict[str, Any], *, each: bool, uses_all: bo
     for step in range(STEPS):
         loss_of(model, step, rank, uses_all=uses_all).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not zeros)
     weights = whole(model)
     optimizer.close()
     return weights
+
+
+def train_in_turns(rank: int) -> None:
+    """Each rank uses both experts in a step, in two backwards, and the second rank in the other order."""
+    model = routed()
+    for expert in model.experts:
+        fully_shard(expert)
+    fully_shard(model)
+    optimizer = ZenFlowAdamW(model.parameters(), **ADAM, **ALL_POLICIES["zenflow"])
+    x = torch.ones(4, 16)
+    for chosen in ((rank,), (1 - rank,)):
+        model(x, chosen, uses_all=False).square().mean().backward()
+    optimizer.step()
 
 
 def adamw() -> list[Tensor]:
@@ -78,11 +94,18 @@ def adamw() -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.parametrize("zeros", [False, True], ids=["cleared", "zeros"])
 @pytest.mark.parametrize("each", [False, True], ids=["in one group", "of their own"])
-def test_unused_experts_are_refused_by_name(two_ranks: RankProcesses, each: bool) -> None:
-    for text in messages(two_ranks.outcomes(train_routed, ALL_POLICIES["zenflow"], each=each, uses_all=False)):
-        assert "in step 1 rank 0 has a gradient of experts.0.weight, and rank 1 has none; 3 others differ" in text
-        assert "use an expert without tokens on an empty batch: loss + expert(tokens[:0]).sum()" in text
+def test_unused_experts_are_refused_by_name(two_ranks: RankProcesses, each: bool, zeros: bool) -> None:
+    options = ALL_POLICIES["zenflow"]
+    for text in messages(two_ranks.outcomes(train_routed, options, each=each, uses_all=False, zeros=zeros)):
+        assert "in step 1 FSDP2 has averaged a gradient of experts.0.weight on rank 0, where rank 1 has none" in text
+        assert "an expert without tokens on an empty batch, in its turn: loss + expert(tokens[:0]).sum()" in text
+
+
+def test_experts_in_another_order_are_refused(two_ranks: RankProcesses) -> None:
+    for text in messages(two_ranks.outcomes(train_in_turns)):
+        assert "in step 0 FSDP2 has averaged a gradient of experts.0.weight on rank 0" in text
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["in one group", "of their own"])

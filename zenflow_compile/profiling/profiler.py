@@ -22,7 +22,7 @@ from zenflow_compile.checks.validate import check_integer, check_positive
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 from zenflow_compile.profiling.page import page
-from zenflow_compile.profiling.ranks import RankPart, common_warm_up, meetings, on_one_clock, print_ranks
+from zenflow_compile.profiling.ranks import Common, RankPart, meetings, on_one_clock, print_ranks
 from zenflow_compile.profiling.recording import Recording, recording_of
 from zenflow_compile.profiling.report import console_of, print_report
 from zenflow_compile.profiling.summary import Summary, summarize
@@ -41,12 +41,11 @@ class _Attachment:
         self.timeline = timeline
         self.device = engine.device
         self.worker_cores = engine.worker_cores
-        self._end_collectives = engine.record_collectives()
+        self.end_collectives = engine.record_collectives()
         self.refresh()
 
     def detach(self, engine: Engine) -> None:
         """End the timeline, which those of profiles that were entered later may have replaced."""
-        self._end_collectives()
         if engine.timeline is self.timeline:
             engine.timeline = self.timeline.replaced
             return
@@ -133,6 +132,8 @@ class Profile:
                 attachment.detach(engine)
             for attachment, _ in attached:
                 attachment.refresh()
+            for attachment in self._attachments.values():
+                attachment.end_collectives()  # also where the optimizer was closed inside of the block
 
     def attach(self, candidate: object) -> None:
         """Give an engine a timeline of this profile. Of several profiles that are on, the last one records."""
@@ -242,15 +243,16 @@ class Profile:
             check_integer("steps", steps, 1)
             path = None if trace is None else Path(trace)
             exchange, recording = partial(group.exchange, Call.REPORT), _recording(attachment)
-            warm_up = common_warm_up(recording, exchange)
-            own = RankPart.of(recording, meetings(exchange), warm_up=warm_up, steps=steps, whole=path is not None)
+            common = Common.of(recording, exchange, steps=steps, whole=path is not None)
+            own = RankPart.of(recording, meetings(exchange), common)
             sent = group.gather_at_first(Call.REPORT, own.encoded())
         if group.message_rank != 0:
             return
         parts = [RankPart.decoded(each) for each in sent]
         recordings = on_one_clock(parts)
         self.report(shown_on, steps=steps)
-        print_ranks([part.summary for part in parts], recordings, shown_on, steps=steps)
+        summaries = [part.summary for part in parts]
+        print_ranks(summaries, recordings, shown_on, steps=steps, complete=group.measures_collectives)
         if path is not None:
             write_chrome_trace(recordings, path)
 

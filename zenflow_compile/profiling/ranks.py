@@ -29,6 +29,10 @@ from zenflow_compile.timeline import COMPUTE, STEP, Event
 _EVEN = 0.05  # of a step: a spread below which no rank is late
 _ROUNDS = 8  # of messages, of which the quickest bounds a clock
 _MOST_ROWS = 16
+_NOT_KNOWN = (
+    "Which rank is the slowest is not known: waits for replicas, or for pieces of parameters, are not recorded, and "
+    "count as work."
+)
 
 
 class Meeting(NamedTuple):
@@ -38,10 +42,27 @@ class Meeting(NamedTuple):
     received: int
 
 
-def common_warm_up(recording: Recording, exchange: Callable[[bytes], list[bytes]]) -> int:
-    """Steps that one of the ranks takes for warm-up, among the first ones of all."""
-    own = summarize(recording)["warm_up_steps"]
-    return max(int.from_bytes(each, "little") for each in exchange(own.to_bytes(8, "little")))
+class Common(NamedTuple):
+    """What all ranks do alike.
+
+    Attributes:
+        first_step: the number of the first step that counts, behind the warm-up of each rank.
+        steps: of the picture; whole: all events are sent, for a trace.
+    """
+
+    first_step: int
+    steps: int
+    whole: bool
+
+    @classmethod
+    def of(cls, recording: Recording, exchange: Callable[[bytes], list[bytes]], *, steps: int, whole: bool) -> Common:
+        """Agree with the other ranks, of whatever this one was asked for."""
+        numbers = sorted(event.step for event in recording.events if event.lane == STEP)
+        first = (numbers[summarize(recording)["warm_up_steps"] :] or [0])[0]
+        own = b"".join(number.to_bytes(8, "little") for number in (first, steps, whole))
+        found = [[int.from_bytes(each[at : at + 8], "little") for at in (0, 8, 16)] for each in exchange(own)]
+        first, steps, any_whole = (max(column) for column in zip(*found, strict=True))
+        return cls(first, steps, bool(any_whole))
 
 
 def meetings(exchange: Callable[[], object]) -> list[Meeting]:
@@ -78,14 +99,12 @@ class RankPart:
     machine: str
 
     @classmethod
-    def of(cls, recording: Recording, clock: list[Meeting], *, warm_up: int, steps: int, whole: bool) -> RankPart:
-        """That of this rank: with the compute of the last ``steps`` steps, or the ``whole`` run.
-
-        ``warm_up`` steps are left out of the numbers, the same on all ranks.
-        """
+    def of(cls, recording: Recording, clock: list[Meeting], common: Common) -> RankPart:
+        """That of this rank: with the compute of the last steps, or the whole run."""
         events = recording.events
-        if not whole:
-            shown = last_steps(recording, steps) or []
+        warm_up = sum(event.lane == STEP and event.step < common.first_step for event in events)
+        if not common.whole:
+            shown = last_steps(recording, common.steps) or []
             begin = min((step.start_ns for step in shown), default=0)
             events = tuple(event for event in events if event.lane in (COMPUTE, STEP) and event.end_ns > begin)
         return cls(summarize(recording, warm_up=warm_up), replace(recording, events=events), clock, platform.node())
@@ -126,12 +145,18 @@ def on_one_clock(parts: Sequence[RankPart]) -> list[Recording]:
 
 
 def print_ranks(
-    summaries: Sequence[Summary], recordings: Sequence[Recording], console: Console, *, steps: int = 4
+    summaries: Sequence[Summary],
+    recordings: Sequence[Recording],
+    console: Console,
+    *,
+    steps: int = 4,
+    complete: bool = True,
 ) -> None:
     """Print a table and a picture with a row per rank, and one sentence. Of many ranks, the slowest have rows.
 
     Args:
         summaries, recordings: in the order of the ranks, of one clock.
+        complete: all collectives are recorded; otherwise a rank may wait that seems to work.
     """
     table = Table(title="Ranks, per step", title_justify="left", box=None)
     table.add_column("rank", justify="right")
@@ -157,7 +182,7 @@ def print_ranks(
     if gantt is not None:
         console.print()
         console.print(picture(gantt, blocks=can_show_blocks(console)), highlight=False, end="")
-    console.print(Text(slowest(summaries), style="bold"), highlight=False)
+    console.print(Text(slowest(summaries) if complete else _NOT_KNOWN, style="bold"), highlight=False)
 
 
 def slowest(summaries: Sequence[Summary]) -> str:

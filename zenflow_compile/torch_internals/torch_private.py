@@ -13,14 +13,15 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 import torch.distributed
@@ -301,24 +302,71 @@ def modules_with_shards(params: Sequence[Tensor]) -> list[nn.Module]:
     return list({id(module): module for module in held}.values())
 
 
-class _ListenedUnshard:
-    """``FSDPParamGroup.unshard`` of one group, which calls listeners first."""
+class _Around:
+    """A method, or another callable attribute, of an object, inside of contexts."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.unshard: Callable[[bool], None] = group.unshard
-        self.listeners: list[Callable[[Sequence[Tensor]], None]] = []
+    def __init__(self, call: Callable[..., Any], owner: Any) -> None:
+        self.call, self._owner = call, owner
+        self.contexts: list[_Context] = []
 
-    def __call__(self, async_op: bool = False) -> None:
-        group = self._group
-        with self._stream(async_op):
-            for listener in list(self.listeners):
-                listener([each.sharded_param for each in group.fsdp_params])
-        self.unshard(async_op)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for number, context in enumerate(self.contexts):
+                if context not in self.contexts[:number]:
+                    stack.enter_context(context(self._owner, *args, **kwargs))
+            return self.call(*args, **kwargs)
 
-    def _stream(self, async_op: bool) -> AbstractContextManager[object]:
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        """Of collectives of FSDP2's, which are objects."""
+        return self.call.allocate(*args, **kwargs)  # type: ignore[attr-defined]
+
+
+_Context = Callable[..., AbstractContextManager[object]]
+
+
+def _add_around(owner: Any, name: str, context: _Context) -> Callable[[], None]:
+    """Run ``owner.name`` inside of ``context(owner, *arguments)``, in which equal contexts are one.
+
+    Returns a call that ends it, keeps no owner alive, and may be called in any order with those of others.
+    """
+    around = getattr(owner, name)
+    if not isinstance(around, _Around):
+        around = _Around(around, owner)
+        setattr(owner, name, around)
+    around.contexts.append(context)
+    reference = ref(owner)
+
+    def end() -> None:
+        around = getattr(reference(), name, None)
+        if isinstance(around, _Around) and context in around.contexts:
+            around.contexts.remove(context)
+            if not around.contexts:
+                _put_back(reference(), name, around.call)
+
+    return end
+
+
+def _put_back(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Set an attribute that was replaced; a method of its class is no attribute of its own."""
+    if getattr(call, "__self__", None) is owner:
+        del owner.__dict__[name]
+    else:
+        setattr(owner, name, call)
+
+
+@dataclass(frozen=True, slots=True)
+class _CalledFirst:
+    """Calls a listener in the stream that reads the shards of a group, which are unsharded inside of the context."""
+
+    listener: Callable[[Sequence[Tensor]], None]
+
+    def __call__(self, group: Any, async_op: bool = False) -> AbstractContextManager[object]:
+        with self._stream(group, async_op):
+            self.listener([each.sharded_param for each in group.fsdp_params])
+        return nullcontext()
+
+    def _stream(self, group: Any, async_op: bool) -> AbstractContextManager[object]:
         """The stream that copies the shards into what is sent."""
-        group = self._group
         # Before the first forward, or in a group of one rank, whose gathered parameters are copies made in this stream.
         if not hasattr(group.comm_ctx, "all_gather_copy_in_stream") or group._all_gather_process_group.size() == 1:
             return nullcontext()
@@ -329,59 +377,86 @@ class _ListenedUnshard:
 class UnshardHandle:
     """Ends the calls of one listener."""
 
-    def __init__(self, group: Any, listener: Callable[[Sequence[Tensor]], None]) -> None:
-        self._group, self._listener = group, listener
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
 
     def remove(self) -> None:
         """Idempotent."""
-        listened = self._group.unshard
-        if isinstance(listened, _ListenedUnshard) and self._listener in listened.listeners:
-            listened.listeners.remove(self._listener)
-            if not listened.listeners:
-                _put_back(self._group, "unshard", listened.unshard)
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+def names_of_shards() -> dict[int, str]:
+    """Names of sharded parameters in their models, by ``id``: of those whose models have run a forward."""
+    params = [param for group in _fully_sharded_groups() for param in group.fsdp_params]
+    return {id(param.sharded_param): param._param_fqn for param in params if param._param_fqn is not None}
 
 
 def listen_to_unshard(params: Sequence[Tensor], listener: Callable[[Sequence[Tensor]], None]) -> list[UnshardHandle]:
     """Have FSDP2 call ``listener(sharded_params)`` before it reads the shards of a group that has one of ``params``.
 
-    On a device with streams the call is in the stream that reads them. A listener that a group has (``==``) is not
-    added again.
+    On a device with streams the call is in the stream that reads them. Equal listeners (``==``) of a group are one.
     """
-    wanted, handles = {id(param) for param in params}, []
+    groups = _fully_sharded_groups_of(params)
+    return [UnshardHandle(_add_around(group, "unshard", _CalledFirst(listener))) for group in groups]
+
+
+def _fully_sharded_groups_of(params: Sequence[Tensor]) -> Iterator[Any]:
+    wanted = {id(param) for param in params}
     for group in _fully_sharded_groups():
-        if wanted.isdisjoint(id(each.sharded_param) for each in group.fsdp_params):
-            continue
-        listened = group.unshard
-        if not isinstance(listened, _ListenedUnshard):
-            listened = group.unshard = _ListenedUnshard(group)
-        if listener not in listened.listeners:
-            listened.listeners.append(listener)
-            handles.append(UnshardHandle(group, listener))
-    return handles
+        if not wanted.isdisjoint(id(each.sharded_param) for each in group.fsdp_params):
+            yield group
 
 
+@dataclass(frozen=True, slots=True)
 class _NamedFailures:
-    """A method of one of FSDP2's groups, the failed collectives of which ``refuse`` raises instead."""
+    """Has ``refuse(what, error)`` raise for collectives of PyTorch's that fail inside of the context."""
 
-    def __init__(self, call: Callable[..., Any], what: str, refuse: WeakMethod[Callable[[str, RuntimeError], None]]):
-        self.call, self._what, self._refuse = call, what, refuse
+    what: str
+    refuse: WeakMethod[Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def __call__(self, group: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         try:
-            return self.call(*args, **kwargs)
+            yield
         except RuntimeError as error:
-            if _is_of_collective(error) and (refuse := self._refuse()) is not None:
-                refuse(self._what, error)
+            if _is_of_collective(error) and (refuse := self.refuse()) is not None:
+                refuse(self.what, error)
             raise
 
 
 def _is_of_collective(error: RuntimeError) -> bool:
-    """Whether PyTorch's collectives have raised it: gloo raises mere RuntimeErrors, in their innermost frame."""
+    """Whether PyTorch's collectives have raised it: gloo raises mere RuntimeErrors, in the frame that waits for one."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     where = "" if trace is None else trace.tb_frame.f_code.co_filename
-    return isinstance(error, torch.distributed.DistError) or where.endswith("distributed_c10d.py")
+    return isinstance(error, torch.distributed.DistError) or where.endswith(
+        ("distributed_c10d.py", "_fsdp_collectives.py")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _NotedReductions:
+    """Tells ``note`` of which parameters of group ``number`` gradients are averaged."""
+
+    number: int
+    note: WeakMethod[Any]
+
+    def __call__(self, group: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[object]:
+        note = self.note()
+        if note is not None and group.reduce_grads and not getattr(group, "reduce_scatter_unused_params", False):
+            used = "".join("g" if _has_gradient(param) else "-" for param in group.fsdp_params)
+            if "g" in used:
+                note(self.number, used)
+        return nullcontext()
+
+
+def _has_gradient(fsdp_param: Any) -> bool:
+    if not hasattr(fsdp_param, "_unsharded_param"):
+        return False
+    return fsdp_param.unsharded_accumulated_grad is not None or fsdp_param.unsharded_param.grad is not None
 
 
 _COLLECTIVES = {
@@ -392,59 +467,61 @@ _COLLECTIVES = {
 """Methods of FSDP2's groups that send something, and what they do."""
 
 
-def name_failures(
-    members: Collection[tuple[int, ...]], refuse: WeakMethod[Callable[[str, RuntimeError], None]]
-) -> Callable[[], None]:
-    """Have ``refuse(what, error)`` raise for collectives that fail in FSDP2's groups of the ranks ``members``.
+class ShardedGroups:
+    """FSDP2's groups of the parameters of an optimizer.
 
-    Returns a call that ends it.
+    Args:
+        params: of the optimizer.
+        members: the ranks of each process group that shards some of them. In any model's group that has one of these,
+            a collective that fails has ``refuse(what, error)`` called, which raises instead.
+        refuse: see ``members``.
+        note: called as ``note(number, used)`` before gradients are averaged, those of which parameters of group
+            ``number`` by a letter for each. The numbers are the same on all ranks.
     """
-    named: list[tuple[Any, str, _NamedFailures]] = []
-    for group in _fully_sharded_groups() if members else ():
-        if ranks_of(group._reduce_scatter_process_group) not in members:
-            continue
-        for name, what in _COLLECTIVES.items():
-            listened = group.unshard if name == "unshard" else None
-            owner = listened if isinstance(listened, _ListenedUnshard) else group  # its listeners' errors are not these
-            failures = _NamedFailures(getattr(owner, name), what, refuse)
-            setattr(owner, name, failures)
-            named.append((owner, name, failures))
 
-    def end() -> None:
-        for owner, name, failures in named:
-            if getattr(owner, name) is failures:
-                _put_back(owner, name, failures.call)
-        named.clear()
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        members: Collection[tuple[int, ...]],
+        refuse: WeakMethod[Any],
+        note: WeakMethod[Any],
+    ) -> None:
+        self._ends: list[Callable[[], None]] = []
+        for group in _fully_sharded_groups() if members else ():
+            shards = getattr(group.mesh_info, "shard_process_group", None)  # None: replicated, as by ``replicate``
+            if shards is None or ranks_of(shards) not in members:
+                continue
+            for name, what in _COLLECTIVES.items():
+                self._ends.append(_add_around(group, name, _NamedFailures(what, refuse)))
+        groups = list(_fully_sharded_groups_of(params)) if members else []
+        self._ends += [
+            _add_around(group, "post_backward", _NotedReductions(number, note)) for number, group in enumerate(groups)
+        ]
+        self._groups = list(map(ref, groups))
 
-    return end
+    def name(self, number: int, place: int) -> str:
+        """The name of a parameter in its model."""
+        group = self._groups[number]()
+        return "a parameter" if group is None else group.fsdp_params[place]._param_fqn or "a parameter"
+
+    def end(self) -> None:
+        """Leave the groups alone. Idempotent."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end()
 
 
-def _put_back(owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Set a method of an object that was replaced; one of its class is no attribute of its own."""
-    if getattr(call, "__self__", None) is owner:
-        del owner.__dict__[name]
-    else:
-        setattr(owner, name, call)
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """``context(kind, bytes_sent)`` around a collective."""
 
+    kind: str
+    context: Callable[[str, int], AbstractContextManager[None]]
 
-def names_of_shards() -> dict[int, str]:
-    """Names of sharded parameters in their models, by ``id``: of those whose models have run a forward."""
-    params = [param for group in _fully_sharded_groups() for param in group.fsdp_params]
-    return {id(param.sharded_param): param._param_fqn for param in params if param._param_fqn is not None}
-
-
-class _WatchedCollective:
-    """What FSDP2 calls to gather weights or to add gradients up, inside of a context."""
-
-    def __init__(self, comm: Any, kind: str, context: Callable[[str, int], AbstractContextManager[None]]) -> None:
-        self.comm, self.context, self._kind = comm, context, kind
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        return cast(Tensor, self.comm.allocate(*args, **kwargs))
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self.context(self._kind, input_tensor.nbytes):
-            return self.comm(output_tensor, input_tensor, *args, **kwargs)
+    def __call__(
+        self, fsdp_group: Any, /, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any
+    ) -> AbstractContextManager[object]:
+        return self.context(self.kind, input_tensor.nbytes)
 
 
 def watch_collectives(
@@ -452,24 +529,19 @@ def watch_collectives(
 ) -> Callable[[], None]:
     """Run the collectives of FSDP2's groups that have one of ``params`` inside of ``context(kind, bytes_sent)``.
 
-    On a device with streams the context is in the stream of the collective. One that a group has (``==``) is not added
-    again. Returns a call that ends it.
+    On a device with streams the context is in the stream of the collective. The all-reduce over replicas of a hybrid
+    mesh is none of them. Returns a call that ends it.
     """
-    wanted = {id(param) for param in params}
-    watched: list[tuple[Any, str, _WatchedCollective]] = []
-    for group in _fully_sharded_groups():
-        if wanted.isdisjoint(id(each.sharded_param) for each in group.fsdp_params):
-            continue
-        for name, kind in (("_all_gather_comm", "all_gather"), ("_reduce_scatter_comm", "reduce_scatter")):
-            comm = getattr(group, name)
-            if not isinstance(comm, _WatchedCollective) or comm.context != context:
-                watched.append((group, name, _WatchedCollective(comm, kind, context)))
-                setattr(group, *watched[-1][1:])
+    ends = [
+        _add_around(group, name, _Watched(kind, context))
+        for group in _fully_sharded_groups_of(params)
+        for name, kind in (("_all_gather_comm", "all_gather"), ("_reduce_scatter_comm", "reduce_scatter"))
+    ]
 
     def end() -> None:
-        for group, name, comm in watched:
-            if getattr(group, name) is comm:  # not one that the user has set since
-                setattr(group, name, comm.comm)
+        for each in ends:
+            each()
+        ends.clear()
 
     return end
 

@@ -55,7 +55,7 @@ def rank_group(group: Any, params: Sequence[Tensor], device: torch.device) -> Ra
             return None
         everyone, timeout = sharding.everyone, torch_private.group_timeout(sharding.groups[0], device)
         members = meet(everyone, Member.own(), timeout)
-        return RankGroup(sharding.groups[0], device, Levels([everyone], everyone, sharding.groups), members)
+        return RankGroup(sharding.groups[0], device, Levels([everyone], everyone, sharding.groups), members, params)
     if group is None:
         if running and dist.get_world_size() > 1:
             raise ValueError(

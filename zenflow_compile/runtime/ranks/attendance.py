@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -218,32 +219,56 @@ class Attendance:
     def absent(self) -> str:
         """Say which ranks are gone, of those that do not wait for others as this one does. Nothing is sent any more."""
         self.failed = True
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        silent = False
+        found = _Absent([rank for rank in range(self._size) if rank != self._rank])
         try:
-            absent = self._reads.ask(partial(self._awaited, others), _COME_SECONDS + self._answer_seconds)
+            self._reads.ask(partial(self._look_for, found), _COME_SECONDS + self._answer_seconds)
         except Exception:
-            absent, silent = others, True
-        ended = self._ended(absent)
-        if silent and self._keeper in ended:
-            ended = [self._keeper]  # the others may have ended since
-        if ended:
-            return f"{ranks_text(ended, 'is', 'are')} gone: {'its' if len(ended) == 1 else 'their'} process has ended"
-        within = f"gone, or not there within {self._timeout.total_seconds():g} s"
-        if silent and self._keeper is not None:
-            return f"rank {self._keeper} is {within}, if it has the store of the run, which does not answer"
-        return f"a rank is gone: {_SILENT}" if silent else f"{ranks_text(absent, 'is', 'are')} {within}"
+            found.ended = found.ended or self._ended(found.ranks)
+            if not found.answered:
+                return self._without_store(found)
+        if found.ended:
+            whose = "its process has" if len(found.ended) == 1 else "their processes have"
+            return f"{ranks_text(found.ended, 'is', 'are')} gone: {whose} ended"
+        if not found.ranks:
+            return (
+                "all ranks wait, but in different collectives, as where a rank does not use parameters that others use"
+            )
+        some = "one or more of " if len(found.ranks) > 1 else ""
+        return f"{some}{ranks_text(found.ranks, 'is', 'are')} {self._gone}"
 
-    def _awaited(self, others: Sequence[int]) -> list[int]:
+    def _look_for(self, found: _Absent) -> None:
         """Tell the others that this rank waits, and find out which of them do not."""
         self._store.set(f"{_WAITS}{self._rank}", "")
         self._store.set(_MISSED, "")  # those that wait for others than the one that is gone notice it by this
-        begin = time.monotonic()
+        others, begin = found.ranks, time.monotonic()
         while True:
+            ended = self._ended(others)  # first: one that says that it waits may end then
             absent = [rank for rank in others if not self._store.check([f"{_WAITS}{rank}"])]
-            if not absent or self._ended(absent) or time.monotonic() - begin > _COME_SECONDS:
-                return absent
+            found.ranks, found.ended, found.answered = absent, [rank for rank in ended if rank in absent], True
+            if not absent or found.ended or time.monotonic() - begin > _COME_SECONDS:
+                return
             time.sleep(_LOOK_SECONDS)
+
+    def _without_store(self, found: _Absent) -> str:
+        """What is known where the store does not answer: the others may have raised and ended since."""
+        if self._keeper is None:
+            return f"a rank is gone: {_SILENT}"
+        if self._keeper in found.ended:
+            return f"rank {self._keeper} is gone: its process has ended"
+        return f"rank {self._keeper} is {self._gone}, if it has the store of the run, which does not answer"
+
+    @property
+    def _gone(self) -> str:
+        return f"gone, or not there within {self._timeout.total_seconds():g} s"
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if self._members and self._members[rank].has_ended()]
+
+
+@dataclass(slots=True)
+class _Absent:
+    """What a rank has found out: who does not wait, who of these has ended, and whether the store has answered."""
+
+    ranks: list[int]
+    ended: list[int] = field(default_factory=list)
+    answered: bool = False

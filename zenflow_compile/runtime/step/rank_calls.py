@@ -84,10 +84,9 @@ class StepMessages:
         self.measured_window: int | None = None
 
     def own(self) -> bytes:
-        """What a rank tells the others in each step: 12 bytes."""
-        return (
-            (self.measured_window or 0).to_bytes(4, "little") + self._digest_of_groups() + self._digest_of_gradients()
-        )
+        """What a rank tells the others in each step: 16 bytes."""
+        digests = self._digest_of_groups() + self._digest_of_gradients() + self.group.take_reductions()
+        return (self.measured_window or 0).to_bytes(4, "little") + digests
 
     def check(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
         """Raise RankError if ranks are not about to do the same step. Returns the shortest window of rank 0's host.
@@ -101,6 +100,8 @@ class StepMessages:
                 f"rank 0 and rank {rank} have different values in param_groups in step {self.group.step}: all ranks "
                 "set and schedule them alike"
             )
+        if (rank := first_difference([row[12:16] for row in rows])) is not None:
+            self.group.refuse_other_reductions(rank, self._alike)
         if gradients and (rank := first_difference([row[8:12] for row in rows])) is not None:
             self._refuse_other_gradients(rank)
         return int.from_bytes(rows[0][:4], "little") or None
@@ -292,8 +293,8 @@ class ShardCalls(SeveralRanks):
     """The calls of one engine that all ranks of a sharded model make, in the same order."""
 
     alike = (
-        "all ranks clear gradients alike, and use the same parameters, since FSDP2 mixes up those of others without an "
-        "error; use an expert without tokens on an empty batch: loss + expert(tokens[:0]).sum()"
+        "all ranks use the same parameters in the same order, and clear gradients alike: FSDP2 mixes up others without "
+        "an error; use an expert without tokens on an empty batch, in its turn: loss + expert(tokens[:0]).sum()"
     )
 
     @contextmanager
