@@ -223,28 +223,28 @@ class Attendance:
         try:
             self._reads.ask(partial(self._look_for, found), _COME_SECONDS + self._answer_seconds)
         except Exception:
-            found.ended = found.ended or self._ended(found.ranks)
+            found.ended = found.ended or self._ended(found.missing)
             if not found.answered:
                 return self._without_store(found)
         if found.ended:
             whose = "its process has" if len(found.ended) == 1 else "their processes have"
             return f"{ranks_text(found.ended, 'is', 'are')} gone: {whose} ended"
-        if not found.ranks:
+        if not found.missing:
             return (
                 "all ranks wait, but in different collectives, as where a rank does not use parameters that others use"
             )
-        some = "one or more of " if len(found.ranks) > 1 else ""
-        return f"{some}{ranks_text(found.ranks, 'is', 'are')} {self._gone}"
+        some = "one or more of " if len(found.missing) > 1 else ""
+        return f"{some}{ranks_text(found.missing, 'is', 'are')} {self._gone}"
 
     def _look_for(self, found: _Absent) -> None:
         """Tell the others that this rank waits, and find out which of them do not."""
         self._store.set(f"{_WAITS}{self._rank}", "")
         self._store.set(_MISSED, "")  # those that wait for others than the one that is gone notice it by this
-        others, begin = found.ranks, time.monotonic()
+        others, begin = found.missing, time.monotonic()
         while True:
             ended = self._ended(others)  # first: one that says that it waits may end then
             absent = [rank for rank in others if not self._store.check([f"{_WAITS}{rank}"])]
-            found.ranks, found.ended, found.answered = absent, [rank for rank in ended if rank in absent], True
+            found.missing, found.ended, found.answered = absent, [rank for rank in ended if rank in absent], True
             if not absent or found.ended or time.monotonic() - begin > _COME_SECONDS:
                 return
             time.sleep(_LOOK_SECONDS)
@@ -269,6 +269,6 @@ class Attendance:
 class _Absent:
     """What a rank has found out: who does not wait, who of these has ended, and whether the store has answered."""
 
-    ranks: list[int]
+    missing: list[int]
     ended: list[int] = field(default_factory=list)
     answered: bool = False
