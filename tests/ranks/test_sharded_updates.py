@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 
-from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, uneven
-from tests.ranks.sharded import sharded, whole
+from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, optimizer_over, train, uneven
+from tests.ranks.sharded import sharded, train_sharded, whole
 from tests.ranks.test_sharded_references import CASES, Stack, blocks, trained
-from tests.ranks.test_training import assert_equal_ranks
+from tests.ranks.test_training import EXACT, assert_equal_ranks
 from tests.support.gated_jobs import UPDATES, gated
 from tests.support.rank_processes import RankProcesses
 from tests.support.training import IN_FLIGHT
@@ -316,6 +316,25 @@ def test_two_optimizers_share_a_group_of_shards(two_ranks: RankProcesses) -> Non
     results = two_ranks.call(two_optimizers)
     assert_equal_ranks([weights for weights, _, _ in results])
     assert [(listened, left) for _, listened, left in results] == [(1, 0), (1, 0)]
+
+
+def beside_other_models(rank: int) -> list[Tensor]:
+    """The weights of a sharded model beside one whose process group was destroyed, and one that FSDP2 replicates."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    gone = dist.new_group()
+    others = [uneven(), uneven()]
+    fully_shard(others[0], mesh=DeviceMesh.from_group(gone, "cpu"))
+    replicate(others[1], mesh=init_device_mesh("cpu", (2,)))
+    dist.destroy_process_group(gone)
+    weights = train_sharded(rank, 2, EVERY_STEP)
+    assert len(others) == 2  # they live until here
+    return weights
+
+
+def test_other_models_are_left_alone(two_ranks: RankProcesses) -> None:
+    weights, _ = two_ranks.call(beside_other_models)
+    assert difference(weights, train(None)) < EXACT
 
 
 def with_broken_host(rank: int) -> None:

@@ -467,6 +467,14 @@ _COLLECTIVES = {
 """Methods of FSDP2's groups that send something, and what they do."""
 
 
+def _members_of(group: Any) -> tuple[int, ...] | None:
+    """The ranks that shard the parameters of a group; None if it is replicated, or its process group was destroyed."""
+    shards = getattr(group.mesh_info, "shard_process_group", None)
+    with suppress(KeyError, ValueError):
+        return None if shards is None else ranks_of(shards)
+    return None
+
+
 class ShardedGroups:
     """FSDP2's groups of the parameters of an optimizer.
 
@@ -488,11 +496,9 @@ class ShardedGroups:
     ) -> None:
         self._ends: list[Callable[[], None]] = []
         for group in _fully_sharded_groups() if members else ():
-            shards = getattr(group.mesh_info, "shard_process_group", None)  # None: replicated, as by ``replicate``
-            if shards is None or ranks_of(shards) not in members:
-                continue
-            for name, what in _COLLECTIVES.items():
-                self._ends.append(_add_around(group, name, _NamedFailures(what, refuse)))
+            if _members_of(group) in members:
+                for name, what in _COLLECTIVES.items():
+                    self._ends.append(_add_around(group, name, _NamedFailures(what, refuse)))
         groups = list(_fully_sharded_groups_of(params)) if members else []
         self._ends += [
             _add_around(group, "post_backward", _NotedReductions(number, note)) for number, group in enumerate(groups)
