@@ -114,7 +114,7 @@ class WaitsAtRest:
 
     def _poll(self, poll: Callable[..., None]) -> Callable[..., None]:
         def poll_at_rest(group: RankGroup, work: dist.Work) -> None:
-            self._until(lambda: work.is_completed() or group._raise_failure_of_others())
+            self._until(lambda: work.is_completed() or group.attendance.raise_failure_of_others(group.step))
             poll(group, work)
 
         return poll_at_rest

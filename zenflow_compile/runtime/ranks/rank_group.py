@@ -161,6 +161,7 @@ class RankGroup:
         replica, replicas: the same among those that have its share.
         message_rank, message_size: the same among all.
         on_machine: the place of this process among those of all that are on its machine, and their number.
+        attendance: what is known of the other ranks.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
     """
 
@@ -196,7 +197,7 @@ class RankGroup:
         self._shards = {torch_private.ranks_of(group): group for group in shards}
         store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
         keeper = everyone.index(0) if 0 in everyone else None
-        self._attendance = Attendance(store, self.message_rank, self.message_size, keeper, processes, self._timeout)
+        self.attendance = Attendance(store, self.message_rank, self.message_size, keeper, processes, self._timeout)
         refuse, note = WeakMethod(self._refuse_failed_collective), WeakMethod(self._note_reduction)
         self._sharded_groups = torch_private.ShardedGroups(params, self._shards, refuse, note)
         self._reductions = 0
@@ -230,7 +231,7 @@ class RankGroup:
     @property
     def failed(self) -> bool:
         """Whether this rank has raised, or has learned that another one did. Nothing can be sent any more."""
-        return self._attendance.failed
+        return self.attendance.failed
 
     @property
     def measures_collectives(self) -> bool:
@@ -413,7 +414,7 @@ class RankGroup:
 
     def announce(self, text: str) -> None:
         """Leave the text of an error of this rank for the others, unless one was left already."""
-        self._attendance.announce(text)
+        self.attendance.announce(text)
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
@@ -439,9 +440,9 @@ class RankGroup:
 
     def _refuse(self, what: str, error: RuntimeError) -> NoReturn:
         """Raise RankError for a collective that has failed: with the failure of another rank, or with who is gone."""
-        self._attendance.raise_failure_of_others(self.step)
+        self.attendance.raise_failure_of_others(self.step)
         raise RankError(
-            f"step {self.step}: {self._attendance.absent()}; all ranks were last together where each {self._together}. "
+            f"step {self.step}: {self.attendance.absent()}; all ranks were last together where each {self._together}. "
             f"Rank {self.message_rank} {what}: {error}"
         ) from error
 
@@ -455,8 +456,8 @@ class RankGroup:
             now = time.monotonic()
             if now - looked > _LOOK_SECONDS:
                 looked = now
-                self._attendance.raise_failure_of_others(self.step)
-                self._attendance.raise_if_missed()
+                self.attendance.raise_failure_of_others(self.step)
+                self.attendance.raise_if_missed()
             if now - begin > _SPIN_SECONDS:
                 time.sleep(_SLEEP_SECONDS)
 
