@@ -219,7 +219,26 @@ class TorchAO:
         """Nothing was started."""
 
 
-class FSDP2:
+class _Gathered:
+    """A step with parameters that FSDP2 gathers block by block."""
+
+    _model: Callable[..., Tensor]
+    _params: list[nn.Parameter]
+    _clip: float | None
+    _optimizer: Optimizer
+
+    def step(self, batch: Batch) -> Tensor:
+        """Forward, backward, update of the shards."""
+        loss: Tensor = self._model(*batch)
+        loss.backward()
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._params, self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+
+class FSDP2(_Gathered):
     """FSDP2 of one rank: fp32 parameters and state on the host, cast to the case's dtype on the device."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
@@ -238,18 +257,8 @@ class FSDP2:
         fully_shard(model, **policies)
         self._clip = case.clip
         self._params = list(model.parameters())
-        self._compiled = torch.compile(model, backend=case.inner, dynamic=False)
+        self._model = torch.compile(model, backend=case.inner, dynamic=False)
         self._optimizer = torch.optim.AdamW(self._params, fused=True, **ADAM)
-
-    def step(self, batch: Batch) -> Tensor:
-        """Forward and backward with parameters gathered block by block, update on the host."""
-        loss: Tensor = self._compiled(*batch)
-        loss.backward()
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self._params, self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.detach()
 
     def facts(self) -> dict[str, Any]:
         """Everything is on the host, the weights too."""
@@ -262,7 +271,7 @@ class FSDP2:
         dist.destroy_process_group()
 
 
-class Sharded:
+class Sharded(_Gathered):
     """FSDP2 of several ranks: every block and the rest sharded, each block compiled, as torchtitan has it."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
@@ -284,16 +293,6 @@ class Sharded:
 
         windows = {"update_interval": case.update_interval, "topk_ratio": case.topk_ratio}
         return zf.ZenFlowAdamW(self._params, **ADAM, **(windows | case.options))
-
-    def step(self, batch: Batch) -> Tensor:
-        """Forward and backward with parameters gathered block by block, update of the shards."""
-        loss: Tensor = self._model(*batch)
-        loss.backward()
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self._params, self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.detach()
 
     def facts(self) -> dict[str, Any]:
         """Each rank has a part of the weights and of the state."""

@@ -199,19 +199,26 @@ class Lanes:
 
     def exchange(self, size: int, step: int, name: str, done: Callable[[], None]) -> None:
         """Queue a collective in which this device sends ``size`` bytes; call ``done`` at once if there are none."""
-        if not size:
-            done()
-            return
-        assert self._hardware.peer_bandwidth is not None
-        self._peers.append(_Transfer("copy", size, self._hardware.peer_bandwidth, step, name, done))
+        self._send(self._peers, self._hardware.peer_bandwidth, size, step, name, done)
 
     def exchange_across(self, size: int, step: int, name: str, done: Callable[[], None]) -> None:
         """Likewise with devices of other nodes."""
+        self._send(self._network, self._hardware.network_bandwidth, size, step, name, done)
+
+    def _send(
+        self,
+        queue: deque[_Transfer],
+        rate: float | None,
+        size: int,
+        step: int,
+        name: str,
+        done: Callable[[], None],
+    ) -> None:
         if not size:
             done()
             return
-        assert self._hardware.network_bandwidth is not None
-        self._network.append(_Transfer("copy", size, self._hardware.network_bandwidth, step, name, done))
+        assert rate is not None
+        queue.append(_Transfer("copy", size, rate, step, name, done))
 
     def stream_in(self, group: Subgroup, step: int, done: Callable[[], None]) -> None:
         """Queue the copy of a subgroup's state into the next free buffer."""
