@@ -65,6 +65,18 @@ def test_shares_have_each_slice_once(policy: dict[str, object], ranks: int) -> N
                 assert len(groups) == share.groups, "a group is divided among ranks"
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+@pytest.mark.parametrize("ratio", [0.05, 0.25, 0.5, 0.75, 0.95, 0.999])
+def test_ranks_defer_the_same_parameters(ratio: float, ranks: int) -> None:
+    """They flush windows together: none has all slices of a parameter on the device where another one has not."""
+    for policy in ({"policy": "twinflow", "ratio": ratio}, {"topk_ratio": ratio, "device_share": 0.0}):
+        options = Options.from_keywords(min_offload_size=1, **policy)
+        plans = divided(ranks, options)
+        for index, whole in enumerate(make_plan(specs(), options).params):
+            if whole.offloaded:
+                assert len({plan.params[index].deferred > 0 for plan in plans}) == 1
+
+
 def test_divisors_of_the_groups_divide_evenly() -> None:
     options = Options.from_keywords(topk_ratio=0.1)
     specs = [ParamSpec("large", (4096, 4096), torch.bfloat16)]

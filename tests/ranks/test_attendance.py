@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -43,11 +44,8 @@ class SilentStore(Store):
 
 def ended() -> subprocess.Popen[bytes]:
     """A process that has ended, and that nobody has waited for yet."""
-    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.read()  # its end
-    while not Member.own()._replace(pid=process.pid).has_ended():
-        pass
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process
 
 
@@ -81,25 +79,34 @@ def attendance(store: Store, dead: int | None, size: int = 4) -> Attendance:
 
 def test_ended_rank_is_named_at_once() -> None:
     """Rank 3 has not come either, since it waits for another one."""
-    assert attendance(HashStore(), 2).absent() == "rank 2 is gone: its process has ended"
+    assert attendance(HashStore(), 2).absent("waits") == "rank 2 is gone: its process has ended"
 
 
 def test_ranks_that_wait_are_there() -> None:
     store = HashStore()
     waiting = [Attendance(store, rank, 4, 0, (), SECONDS) for rank in (0, 1, 3)]
     with ThreadPoolExecutor() as threads:
-        texts = list(threads.map(Attendance.absent, waiting))
+        texts = list(threads.map(lambda each: each.absent("waits"), waiting))
     assert texts == ["rank 2 is gone, or not there within 7 s"] * 3
+
+
+def test_ranks_that_wait_for_each_other_say_what_for() -> None:
+    store = HashStore()
+    waiting = {rank: Attendance(store, rank, 2, 0, (), SECONDS) for rank in range(2)}
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(lambda rank: waiting[rank].absent(f"waits for {rank}"), waiting)
+    assert first.startswith("all ranks wait, in different collectives: rank 1 waits for 1. A rank is done with its")
+    assert "rank 0 waits for 0" in second
 
 
 KEEPER = "rank 0 is gone, or not there within 7 s, if it has the store of the run, which does not answer"
 
 
 def test_rank_with_the_store_is_named_when_that_is_gone() -> None:
-    assert attendance(LostStore(), None).absent() == KEEPER
-    assert attendance(LostStore(), 0).absent() == "rank 0 is gone: its process has ended"
+    assert attendance(LostStore(), None).absent("waits") == KEEPER
+    assert attendance(LostStore(), 0).absent("waits") == "rank 0 is gone: its process has ended"
     elsewhere = Attendance(LostStore(), 1, 4, None, (), SECONDS)
-    assert elsewhere.absent().startswith(
+    assert elsewhere.absent("waits").startswith(
         "a rank is gone: the store of the run does not answer, which rank 0 has unless"
     )
 
@@ -109,7 +116,7 @@ def test_others_that_have_ended_since_are_not_named() -> None:
     process.wait()
     dead = Member.own()._replace(pid=process.pid)
     lost = Attendance(LostStore(), 1, 3, 0, [dead, Member.own(), dead], SECONDS)
-    assert lost.absent() == "rank 0 is gone: its process has ended"
+    assert lost.absent("waits") == "rank 0 is gone: its process has ended"
 
 
 def test_store_that_hangs_is_not_awaited() -> None:
@@ -119,7 +126,7 @@ def test_store_that_hangs_is_not_awaited() -> None:
     seen.announce("an error of its own")
     seen.raise_failure_of_others(0)
     seen.raise_if_missed()
-    assert seen.absent() == KEEPER
+    assert seen.absent("waits") == KEEPER
     assert time.monotonic() - begin < 60  # and not forever
     store.end.set()
 

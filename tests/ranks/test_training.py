@@ -7,10 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from tests.ranks.models import ALL_POLICIES, WINDOWED, as_rank, difference, in_backward_as_rank, train, uneven
 from tests.ranks.sharded import train_sharded
 from tests.support.rank_processes import RankProcesses
+from zenflow_compile.options.options import Options
+from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.runtime.step.gradient_reduction import GradientReduction
 
 EXACT = 1e-6
@@ -165,3 +168,24 @@ def test_inductor_ranks_equal_one(two_ranks: RankProcesses, options: dict[str, A
     results = two_ranks.call(as_rank, 2, options, compiled="inductor", steps=6, timeout=170)
     assert_equal_ranks(results)
     assert difference(results[0], train(options, steps=6)) < EXACT
+
+
+class OneHot(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(x, 256).float()
+
+
+def four_layers() -> nn.Module:
+    """Under ``twinflow`` with a ratio of 0.25, all slices of one matrix but one are on the device."""
+    torch.manual_seed(0)
+    return nn.Sequential(OneHot(), *(nn.Linear(256, 256) for _ in range(4)))
+
+
+def test_one_deferred_slice_is_one_of_all_ranks(two_ranks: RankProcesses) -> None:
+    options: dict[str, Any] = {"policy": "twinflow", "ratio": 0.25}
+    params = four_layers().named_parameters()
+    plan = make_plan([ParamSpec(name, param.shape, param.dtype) for name, param in params], Options(**options))
+    assert 1 in {param.deferred for param in plan.params}
+    results = two_ranks.call(as_rank, 2, options, steps=3, build=four_layers)
+    assert_equal_ranks(results)
+    assert difference(results[0], train(None, steps=3, build=four_layers)) < EXACT

@@ -569,13 +569,19 @@ def divide(plan: Plan) -> Plan:
 def parts_of(whole: ParamPlan, ranks: int) -> int:
     """Number of parts that a parameter is divided into; with fewer parts than ranks, several ranks have the same one.
 
-    That is so where the number of ranks does not divide the groups of slices, as of small parameters. These ranks make
-    the same updates.
+    That is so where the number of ranks does not divide the groups of slices, as of small parameters, and where a part
+    would have no deferred slices, while others do: ranks flush the windows of a parameter in the same steps. Ranks
+    that have the same part make the same updates.
     """
-    most = whole.groups if whole.selects else whole.slices
-    if whole.selects:
-        return math.gcd(ranks, most)
-    return max(parts for parts in range(1, ranks + 1) if ranks % parts == 0 and parts <= most)
+    most = math.gcd(ranks, whole.groups) if whole.selects else min(ranks, whole.slices)
+    possible = (parts for parts in range(most, 1, -1) if most % parts == 0 or not whole.selects)
+    return next((parts for parts in possible if ranks % parts == 0 and _all_defer_alike(whole, parts)), 1)
+
+
+def _all_defer_alike(whole: ParamPlan, parts: int) -> bool:
+    """Whether each of ``parts`` of a parameter has deferred slices, or none has."""
+    counts = ((len(range(part, whole.slices, parts)), len(range(part, whole.k, parts))) for part in range(parts))
+    return len({slices > selected for slices, selected in counts}) == 1
 
 
 def _share_of(whole: ParamPlan, plan: Plan) -> ParamPlan:

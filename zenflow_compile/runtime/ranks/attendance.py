@@ -32,6 +32,7 @@ _T = TypeVar("_T")
 _LOOK_SECONDS = 0.2  # between looks for failed ranks
 _COME_SECONDS = 2.0  # for which a rank that waits for one that is gone looks which others wait, too
 _FAILED, _MISSED, _WAITS = "failed", "missed", "waits "  # keys of the store
+_MOST_NAMED = 8  # of ranks whose waits are told
 _ANSWER_SECONDS = 5.0  # after which a store is taken for one that never answers
 _SILENT = "the store of the run does not answer, which rank 0 has unless the launcher does, as torchrun"
 
@@ -216,12 +217,15 @@ class Attendance:
         except (dist.DistError, TimeoutError):
             return None
 
-    def absent(self) -> str:
-        """Say which ranks are gone, of those that do not wait for others as this one does. Nothing is sent any more."""
+    def absent(self, what: str) -> str:
+        """Say which ranks are gone, of those that do not wait for others as this one does. Nothing is sent any more.
+
+        ``what``: this one waits for, in words.
+        """
         self.failed = True
         found = _Absent([rank for rank in range(self._size) if rank != self._rank])
         try:
-            self._reads.ask(partial(self._look_for, found), _COME_SECONDS + self._answer_seconds)
+            self._reads.ask(partial(self._look_for, found, what), _COME_SECONDS + self._answer_seconds)
         except Exception:
             found.ended = found.ended or self._ended(found.missing)
             if not found.answered:
@@ -231,21 +235,26 @@ class Attendance:
             return f"{ranks_text(found.ended, 'is', 'are')} gone: {whose} ended"
         if not found.missing:
             return (
-                "all ranks wait, but in different collectives, as where a rank does not use parameters that others use"
+                f"all ranks wait, in different collectives: {found.waits}. A rank is done with its batches before the "
+                "others, or does not use parameters that others use"
             )
         some = "one or more of " if len(found.missing) > 1 else ""
         return f"{some}{ranks_text(found.missing, 'is', 'are')} {self._gone}"
 
-    def _look_for(self, found: _Absent) -> None:
+    def _look_for(self, found: _Absent, what: str) -> None:
         """Tell the others that this rank waits, and find out which of them do not."""
-        self._store.set(f"{_WAITS}{self._rank}", "")
+        self._store.set(f"{_WAITS}{self._rank}", what)
         self._store.set(_MISSED, "")  # those that wait for others than the one that is gone notice it by this
         others, begin = found.missing, time.monotonic()
         while True:
             ended = self._ended(others)  # first: one that says that it waits may end then
             absent = [rank for rank in others if not self._store.check([f"{_WAITS}{rank}"])]
             found.missing, found.ended, found.answered = absent, [rank for rank in ended if rank in absent], True
-            if not absent or found.ended or time.monotonic() - begin > _COME_SECONDS:
+            if not absent:
+                waits = {rank: self._store.get(f"{_WAITS}{rank}").decode() for rank in others[:_MOST_NAMED]}
+                found.waits = "; ".join(f"rank {rank} {doing}" for rank, doing in waits.items())
+                return
+            if found.ended or time.monotonic() - begin > _COME_SECONDS:
                 return
             time.sleep(_LOOK_SECONDS)
 
@@ -267,8 +276,11 @@ class Attendance:
 
 @dataclass(slots=True)
 class _Absent:
-    """What a rank has found out: who does not wait, who of these has ended, and whether the store has answered."""
+    """What a rank has found out: who does not wait, who of these has ended, whether the store has answered, and what
+    others wait for if all do.
+    """
 
     missing: list[int]
     ended: list[int] = field(default_factory=list)
     answered: bool = False
+    waits: str = ""

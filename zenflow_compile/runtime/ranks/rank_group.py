@@ -442,8 +442,8 @@ class RankGroup:
         """Raise RankError for a collective that has failed: with the failure of another rank, or with who is gone."""
         self.attendance.raise_failure_of_others(self.step)
         raise RankError(
-            f"step {self.step}: {self.attendance.absent()}; all ranks were last together where each {self._together}. "
-            f"Rank {self.message_rank} {what}: {error}"
+            f"step {self.step}: {self.attendance.absent(what)}; all ranks were last together where each "
+            f"{self._together}. Rank {self.message_rank} {what}: {error}"
         ) from error
 
     def _refuse_failed_collective(self, what: str, error: RuntimeError) -> None:
