@@ -262,6 +262,11 @@ class Attendance:
         """What is known where the store does not answer: the others may have raised and ended since."""
         if self._keeper is None:
             return f"a rank is gone: {_SILENT}"
+        if len(found.ended) > 1 and self._keeper in found.ended:
+            names = ", ".join(map(str, found.ended))
+            return (
+                f"ranks {names} have ended, one of them before the others, and with rank {self._keeper} the run's store"
+            )
         if self._keeper in found.ended:
             return f"rank {self._keeper} is gone: its process has ended"
         return f"rank {self._keeper} is {self._gone}, if it has the store of the run, which does not answer"
