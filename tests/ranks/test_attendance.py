@@ -43,7 +43,7 @@ class SilentStore(Store):
 
 
 def ended() -> subprocess.Popen[bytes]:
-    """A process that has ended, and that nobody has waited for yet."""
+    """A process that has ended, and that its parent has not waited for yet."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     return process
@@ -60,7 +60,7 @@ def test_ended_processes_are_seen() -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "pids"])
-def test_processes_elsewhere_are_not_known_to_have_ended(place: str) -> None:
+def test_ended_processes_elsewhere_are_not_known(place: str) -> None:
     process = ended()
     assert not Member.own()._replace(pid=process.pid, **{place: "another"}).has_ended()
     process.wait()

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -28,6 +25,7 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Plan
 from zenflow_compile.runtime.ranks.attendance import Attendance, Member, RankError
+from zenflow_compile.runtime.ranks.shard_reductions import ShardReductions
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.torch_internals import torch_private
 
@@ -81,7 +79,6 @@ def cut(items: Sequence[_T], bytes_of: Sequence[int], dtypes: Sequence[torch.dty
 _SPIN_SECONDS = 1e-3  # a message of a machine's own ranks comes in less
 _SLEEP_SECONDS = 2e-4
 _LOOK_SECONDS = 0.2  # between looks for failed ranks
-_KEPT_REDUCTIONS = 4096  # by which one that differs between ranks is named
 _HEADER = 9  # bytes of a message in front of its content: the call, and the step
 _ROOM = 1024
 
@@ -162,6 +159,7 @@ class RankGroup:
         message_rank, message_size: the same among all.
         on_machine: the place of this process among those of all that are on its machine, and their number.
         attendance: what is known of the other ranks.
+        shard_reductions: of which parameters FSDP2 has averaged gradients.
         number: of this object among those of the process; the same order on all ranks that make the same ones.
     """
 
@@ -198,11 +196,7 @@ class RankGroup:
         store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
         keeper = everyone.index(0) if 0 in everyone else None
         self.attendance = Attendance(store, self.message_rank, self.message_size, keeper, processes, self._timeout)
-        refuse, note = WeakMethod(self._refuse_failed_collective), WeakMethod(self._note_reduction)
-        self._sharded_groups = torch_private.ShardedGroups(params, self._shards, refuse, note)
-        self._reductions = 0
-        self._last_reductions = deque[tuple[int, str]](maxlen=_KEPT_REDUCTIONS)
-        self._taken: list[tuple[int, str]] = []
+        self.shard_reductions = ShardReductions(params, self._shards, WeakMethod(self._refuse_failed_collective))
         self._room = _ROOM
         self._together = "creates its optimizer"  # the last call that all ranks were in
 
@@ -237,38 +231,6 @@ class RankGroup:
     def measures_collectives(self) -> bool:
         """Whether all collectives are recorded: of several groups of shards, those between them are not."""
         return all(len(members) == self.message_size for members in self._shards)
-
-    def _note_reduction(self, number: int, used: str) -> None:
-        self._reductions = zlib.crc32(f"{number} {used} ".encode(), self._reductions)
-        self._last_reductions.append((number, used))
-
-    def take_reductions(self) -> bytes:
-        """A checksum of which parameters FSDP2 has averaged gradients since the last call, in its order.
-
-        FSDP2 adds up what each rank has, in this order, and does not see whether ranks have the same.
-        """
-        reductions, self._reductions = self._reductions, 0
-        self._taken = list(self._last_reductions)
-        self._last_reductions.clear()
-        return reductions.to_bytes(4, "little")
-
-    def refuse_other_reductions(self, rank: int, remedy: str) -> NoReturn:
-        """Raise on all ranks, which have seen that rank 0 and ``rank`` have averaged gradients of other parameters."""
-        texts = self.gather_texts(Call.STEP, json.dumps(self._taken))
-        nothing = (-1, "")
-        pairs = itertools.zip_longest(json.loads(texts[0]), json.loads(texts[rank]), fillvalue=nothing)
-        (number, used), (other, others) = next((pair for pair in pairs if pair[0] != pair[1]), (nothing, nothing))
-        having, lacking, place = 0, rank, used.find("g")
-        if number == other and used:
-            place = next(place for place, (here, there) in enumerate(zip(used, others, strict=True)) if here != there)
-            having, lacking = (0, rank) if used[place] == "g" else (rank, 0)
-        elif number < 0:
-            number, place, having, lacking = other, others.find("g"), rank, 0
-        name = "a parameter" if number < 0 else self._sharded_groups.name(number, place)
-        raise self.failure(
-            f"in step {self.step} FSDP2 has averaged a gradient of {name} on rank {having}, where rank {lacking} has "
-            f"none or another one: {remedy}"
-        )
 
     def divided(self, plan: Plan) -> Plan:
         """``plan``, which has no parameters yet, for this rank."""
@@ -463,7 +425,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Give the process groups back. Idempotent."""
-        self._sharded_groups.end()
+        self.shard_reductions.end()
         groups, self._to_close = self._to_close, []
         for group in groups:
             with suppress(Exception):  # the user may have destroyed all groups

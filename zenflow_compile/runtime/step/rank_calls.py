@@ -81,11 +81,13 @@ class StepMessages:
     def __init__(self, group: RankGroup, registry: ParamRegistry, alike: str) -> None:
         self.group = group
         self._registry, self._alike = registry, alike
+        self._reductions = ""
         self.measured_window: int | None = None
 
     def own(self) -> bytes:
         """What a rank tells the others in each step: 16 bytes."""
-        digests = self._digest_of_groups() + self._digest_of_gradients() + self.group.take_reductions()
+        reductions, self._reductions = self.group.shard_reductions.take()
+        digests = self._digest_of_groups() + self._digest_of_gradients() + reductions
         return (self.measured_window or 0).to_bytes(4, "little") + digests
 
     def check(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
@@ -101,10 +103,20 @@ class StepMessages:
                 "set and schedule them alike"
             )
         if (rank := first_difference([row[12:16] for row in rows])) is not None:
-            self.group.refuse_other_reductions(rank, self._alike)
+            self._refuse_other_reductions(rank)
         if gradients and (rank := first_difference([row[8:12] for row in rows])) is not None:
             self._refuse_other_gradients(rank)
         return int.from_bytes(rows[0][:4], "little") or None
+
+    def _refuse_other_reductions(self, rank: int) -> None:
+        """Raise on all ranks, which have seen that FSDP2 averaged gradients of other parameters on ``rank``."""
+        texts = self.group.gather_texts(Call.STEP, self._reductions)
+        name, of_first = self.group.shard_reductions.first_difference(texts[0], texts[rank])
+        having, lacking = (0, rank) if of_first else (rank, 0)
+        raise self.group.failure(
+            f"in step {self.group.step} FSDP2 has averaged a gradient of {name} on rank {having}, where rank {lacking} "
+            f"has none or another one: {self._alike}"
+        )
 
     def _refuse_other_gradients(self, rank: int) -> None:
         """Raise on all ranks, which have seen the same difference between rank 0 and ``rank``."""
