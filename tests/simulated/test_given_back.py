@@ -23,7 +23,6 @@ CASES = [
     Case("weights exact", habit="offload all", delays="random"),
     Case("exact", entry="hooks", habit="offload all", delays="compute late"),
 ]
-FAST = ("values used before they are back", "updates under way")  # hazards, in every run
 
 
 @pytest.mark.parametrize(
@@ -53,9 +52,8 @@ def test_training_equals_the_cpu(simulated: SimulatedProcess, case: Case) -> Non
     assert simulated.call(differing, [case], timeout=120) == []
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.long) for name in MEMORY_MUTANTS]
-)
+@pytest.mark.tier2
+@pytest.mark.parametrize("name", MEMORY_MUTANTS)
 def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
     assert is_found(simulated, name)
 

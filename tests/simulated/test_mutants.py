@@ -7,22 +7,15 @@ import pytest
 from tests.simulated.mutants import MEMORY_MUTANTS, MUTANTS, RANK_MUTANTS, WEIGHT_MUTANTS, is_found
 from tests.simulated.process import SimulatedProcess
 
-IN_EVERY_RUN = 7  # of the catalog, one in so many
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if number % IN_EVERY_RUN == 0 else pytest.mark.long)
-        for number, name in enumerate(MUTANTS)
-    ],
-)
+@pytest.mark.tier2
+@pytest.mark.parametrize("name", MUTANTS)
 def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
     assert is_found(simulated, name)
 
 
 def test_every_hazard_is_still_in_the_source() -> None:
-    """Most of the catalog is run by ``make test-long`` alone: a piece that has changed must not wait for that."""
+    """The catalog runs in the second tier: a piece that has changed must not wait for that."""
     for mutant in (
         *MUTANTS.values(), *RANK_MUTANTS.values(), *WEIGHT_MUTANTS.values(), *MEMORY_MUTANTS.values(),
     ):  # fmt: skip

@@ -38,8 +38,6 @@ from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.timeline import COMPUTE, RANKS
 
 pytestmark = pytest.mark.timeout(300)
-IN_EVERY_RUN = ("weights before the other ranks' slices", "slices sent before the step")
-"""Hazards that take seconds to find."""
 DELAYS = (*PATTERNS, *LATE, LATE_COLLECTIVES)
 
 
@@ -173,10 +171,8 @@ def test_forced_order_equals_the_cpu(ranks: RankProcesses, case: Case) -> None:
     assert ranks.call(differing_of_rank, [case]) == [[], []]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.long) for name in RANK_MUTANTS],
-)
+@pytest.mark.tier2
+@pytest.mark.parametrize("name", RANK_MUTANTS)
 def test_hazard_is_found(ranks: RankProcesses, name: str, tmp_path: Path) -> None:
     found = ranks.outcomes(with_hazard, name, tmp_path)
     assert True in found or (tmp_path / "found").exists(), found

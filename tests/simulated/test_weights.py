@@ -65,6 +65,7 @@ def test_steady_step_waits_for_one_event_at_most(simulated: SimulatedProcess, op
         assert syncs == ({"event.synchronize": copies["step before last"]} if copies else {})
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("name", WEIGHT_MUTANTS)
 def test_hazard_is_found(simulated: SimulatedProcess, name: str) -> None:
     assert is_found(simulated, name)

@@ -112,7 +112,7 @@ def _serve(connection: Connection, environment: dict[str, str], rank: int, ranks
     # The tensors of tests are small: they travel in as many pieces as large ones.
     gradient_reduction.BUCKET_BYTES = 1 << 13
     gradient_reduction.FLAT_BYTES = 1 << 8
-    weight_gather.GATHER_BYTES = weight_gather.HOST_GATHER_BYTES = 1 << 12
+    weight_gather.CallersStream.most_bytes = weight_gather.OwnStream.most_bytes = 1 << 12
     torch.set_num_threads(1)
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in own.items()})

@@ -32,11 +32,6 @@ from zenflow_compile.runtime.recorder import Recorder
 
 _Piece = TypeVar("_Piece")
 
-GATHER_BYTES = 16 << 20
-"""Most bytes of a rank's slices that are sent together, unless one parameter has more."""
-HOST_GATHER_BYTES = 1 << 20
-"""The same where tensors are in host memory: new pages of larger ones would cost more than the further calls."""
-
 
 class Changed(NamedTuple):
     """A parameter of which all ranks have updated slices: the ``whole`` share of each, or the selected slices alone."""
@@ -63,9 +58,13 @@ class Changed(NamedTuple):
 
 
 class CallersStream:
-    """Where a gather runs on a device without streams: in the caller's order."""
+    """Where a gather runs on a device without streams: in the caller's order.
 
-    most_bytes = HOST_GATHER_BYTES
+    Attributes:
+        most_bytes: of a rank's slices that are sent together, unless one parameter has more.
+    """
+
+    most_bytes = 1 << 20  # in host memory, new pages of larger tensors would cost more than the further calls
 
     def run(self) -> AbstractContextManager[None]:
         """Queue the work of a block after all work of the current stream."""
@@ -84,7 +83,7 @@ class CallersStream:
 class OwnStream(CallersStream):
     """A stream of the gather's own, beside the training's."""
 
-    most_bytes = GATHER_BYTES
+    most_bytes = 16 << 20
 
     def __init__(self, streams: Streams, recorder: Recorder) -> None:
         self._streams = streams
