@@ -138,7 +138,7 @@ def test_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
 def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:
     node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", "resident"]
     (note,) = answer(node, capsys)["notes"]
-    assert note.startswith("One of the 4 devices is simulated, with an equal share of the optimizer state")
+    assert note.startswith("One of the 4 devices is simulated, with resident state, and an equal share of the other")
     assert main.main(node) == 0
     assert note in " ".join(capsys.readouterr().out.split())
     assert answer([*node, "--devices", "1"], capsys)["notes"] == []
@@ -316,11 +316,15 @@ def test_given_memory_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> N
     assert "Nothing fits." in capsys.readouterr().out
 
 
-def test_devices_share_the_state(capsys: pytest.CaptureFixture[str]) -> None:
-    node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", "resident"]
+@pytest.mark.parametrize(("policy", "memory", "state"), [("resident", "device", 4), ("zero_offload", "host", 1)])
+def test_devices_share_what_is_offloaded(
+    policy: str, memory: str, state: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = ["plan", "--params", "3e8", "--hardware", "4xh100-80g", "--tokens", "1024", "--policy", policy]
     one, four = (answer([*node, "--devices", count], capsys)["policies"][0] for count in ("1", "4"))
-    state = [each["needs"]["device"]["optimizer state"] for each in (one, four)]
-    assert state[1] == state[0] // 4
+    devices = 4 if memory == "device" else 1  # host memory is counted for the node
+    found = [each["needs"][memory]["optimizer state"] for each in (one, four)]
+    assert devices * found[1] == state * found[0]
 
 
 def test_trace_is_the_recommended_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.machines import layers, machine
+from tests.support.machines import layers, llama, machine
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.memory import needs_of
 from zenflow_compile.performance.models import shape_of
-from zenflow_compile.planning.planners import make_plan
+from zenflow_compile.planning.planners import divide, make_plan
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.workers import Workers
@@ -112,6 +113,17 @@ def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype
     optimizer.close()
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_devices_divide_as_ranks_do(options: dict[str, Any]) -> None:
+    model = llama()
+    plan = make_plan(model.params, Options(**{**SHARED, **options}))
+    ranks = [divide(replace(plan, rank=rank, ranks=4)) for rank in range(4)]
+    one = needs_of(plan, model, devices=4, tokens=1, recompute=False)
+    assert one.device["optimizer state"] == pytest.approx(sum(rank.device_bytes for rank in ranks) / 4, rel=0.01)
+    host = sum(one.host.values()) - one.host["buffers of exchanges"]
+    assert host == pytest.approx(sum(rank.host_bytes for rank in ranks), rel=0.01)
+
+
 def test_memory_by_hand() -> None:
     model = layers(2)
     plan = make_plan(model.params, Options(policy="zero_offload"))
@@ -134,6 +146,7 @@ def test_memory_by_hand() -> None:
     assert needs.host["window of files"] == needs.disk["optimizer state"] == 24 * million
     plan = make_plan(model.params, Options(policy="resident"))
     resident = needs_of(plan, model, devices=2, tokens=1, recompute=False)
-    assert resident.device["optimizer state"] == 12 * million  # half of it on each device
+    assert resident.device["optimizer state"] == 24 * million  # each device has all of it
+    assert resident.device["gradients"] == (4 + 2) * million
     short = needs.shortages(machine(host_bytes=28 * million - 1, disk_bytes=None))
     assert short == {"host": 1, "disk": 24 * million}

@@ -17,7 +17,16 @@ from zenflow_compile.performance.hardware import hardware as named_hardware
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT32
 from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
-from zenflow_compile.prediction.forecast import Forecast, explain, forecast, node_plan, resolve_stride, stride_rates
+from zenflow_compile.prediction.estimate import Estimator
+from zenflow_compile.prediction.forecast import (
+    Forecast,
+    explain,
+    forecast,
+    needs,
+    node_plan,
+    resolve_stride,
+    stride_rates,
+)
 from zenflow_compile.prediction.predict import Prediction, predict, scenario_of
 from zenflow_compile.prediction.simulate import simulate
 from zenflow_compile.profiling.summary import summarize
@@ -192,9 +201,9 @@ def test_share_of_all_devices_is_bounded() -> None:
 def test_spare_bytes_count_per_device() -> None:
     hardware = machine(devices=2, peer_bandwidth=1e12)
     model = layers(8)
-    options = Options(device_share=12 * 1_000_000)  # the state of a layer; of two, in halves
+    options = Options(device_share=12 * 1_000_000)  # the state of a layer, which each device has
     placements = [param.placement for param in node_plan(options, scenario(options, hardware, model)).params]
-    assert placements == ["device"] * 2 + ["split_columns"] * 6
+    assert placements == ["device"] + ["split_columns"] * 7
     node = named_hardware("4xa100-40g-pcie4")
     asked = scenario(
         Options(policy="auto", tokens_per_step=1, device_share="fill"), node, named_model("llama2-7b"), tokens=1024
@@ -203,6 +212,13 @@ def test_spare_bytes_count_per_device() -> None:
     assert filled.options["device_share"] < node.device_bytes
     assert filled.fits
     assert filled.needs.device["optimizer state"] > filled.options["device_share"]
+
+
+def test_window_of_files_counts_per_device() -> None:
+    options = Options(policy="zero_infinity", nvme_path="scratch", host_window_bytes=12 * 1_000_000)
+    asked = scenario(options, machine(devices=2, peer_bandwidth=1e12, cores=6), layers(8))
+    for found in (needs(options, asked), Estimator(asked).needs(options, recompute=False)):
+        assert found.host["window of files"] == 2 * 12 * 1_000_000
 
 
 @pytest.mark.parametrize(

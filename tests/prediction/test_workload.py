@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.machines import llama, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import models
-from zenflow_compile.performance.hardware import hardware
+from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, hardware
 from zenflow_compile.performance.models import ModelShape, flops_per_token, shape_of
+from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.plan import Plan
-from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.planning.planners import ParamSpec, divide, make_plan
 from zenflow_compile.prediction import workload
 from zenflow_compile.prediction.simulate import SteadyStep, simulate, steady_step
 
 Shapes = list[tuple[int, ...]]
+
+DIVIDING: list[dict[str, Any]] = [
+    {"policy": "resident"},
+    {"policy": "zero_offload"},
+    {"policy": "deep_optimizer_states", "update_stride": 2},
+    {"topk_ratio": 0.1},
+    {"topk_ratio": 0.1, "device_share": 0.0},
+]
 
 
 def shaped(*shapes: tuple[int, ...]) -> ModelShape:
@@ -143,3 +154,32 @@ def test_small_workloads_are_not_coarse() -> None:
     recording = simulate(plan, machine(), model, tokens=1, steps=16)
     steps = [event.duration_ns for event in recording.events if event.lane == "step"]
     assert steady_step(plan, machine(), model, tokens=1).seconds == pytest.approx(sum(steps) / 16 / 1e9, rel=1e-6)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("options", DIVIDING, ids=str)
+def test_devices_send_what_ranks_do(options: dict[str, Any], nodes: int) -> None:
+    """Within a node and beyond it, as the shares of ranks: what one device receives in a gather counts as sent."""
+    model = llama(vocabulary=4096)
+    plan = make_plan(model.params, Options(min_offload_size=10_000, **options))
+    four = machine(devices=4, cores=12, peer_bandwidth=1e9, network_bandwidth=1e9).across(nodes)
+    found = workload.workload_of(plan, four, model, tokens=1, recompute=False)
+    ranks = rank_traffic(plan, 4, Sharing.CHANGED_SLICES, nodes=nodes)
+    flushes = [flush for block in found.blocks for part in block.parts for flush in part.flushes if flush is not None]
+    sent = sum(block.gradient + block.gathered for block in found.blocks)
+    sent += 3 * sum(flush.upload for flush in flushes) / found.cycle
+    if nodes == 1:
+        assert sent == pytest.approx(ranks.sent, rel=0.01)
+    assert 4 * sum(block.across for block in found.blocks) == pytest.approx(ranks.leaving, rel=0.01)
+
+
+@pytest.mark.parametrize("options", DIVIDING, ids=str)
+def test_device_updates_what_a_rank_does(options: dict[str, Any]) -> None:
+    model = llama()
+    plan = make_plan(model.params, Options(min_offload_size=10_000, **options))
+    four = machine(devices=4, cores=12, peer_bandwidth=1e9, device_bandwidth=1e9)
+    found = workload.workload_of(plan, four, model, tokens=1, recompute=False)
+    share = divide(replace(plan, rank=0, ranks=4))
+    own = sum(param.k * param.length if param.offloaded else param.numel for param in share.params)
+    seconds = found.update + sum(group.update for group in found.subgroups)
+    assert seconds == pytest.approx(own * DEVICE_UPDATE_BYTES / 1e9, rel=0.02)  # ranks select whole slices each

@@ -50,7 +50,7 @@ def needs_of(
     Several micro-batches have the activations of one, and accumulate gradients on the device until the last of them.
 
     Args:
-        devices: of the node; each has all weights and an equal share of the optimizer state.
+        devices: of the node; each has all weights, all resident state, and an equal share of the other state.
         tokens: per device and step; they decide activations, which are an estimate.
         recompute: activations are computed again in the backward, and only each layer's input is kept.
     """
@@ -61,7 +61,7 @@ def needs_of(
             "loaded weights": 0 if plan.weights is None else plan.weights.ring_bytes,
             "gradients": _gradients(plan, devices),
             "activations": activation_bytes(model, tokens=-(-tokens // plan.micro_batches), recompute=recompute),
-            "optimizer state": plan.device_bytes // devices,
+            "optimizer state": plan.total(lambda param: param.device_bytes // (devices if param.divided else 1)),
             "rings and buffers": _device_buffers(plan) // devices + plan.exchange_bytes,
             "selection": SLICE_BYTES * plan.total(lambda param: param.slices if param.offloaded else 0) // devices,
         },
@@ -90,10 +90,10 @@ def activation_values(model: ModelShape, tokens: int) -> dict[str, float]:
 
 
 def _gradients(plan: Plan, devices: int) -> int:
-    """Gradients that stay until the step, in shares, and the largest one while it is computed.
+    """Gradients that stay until the step, and the largest one while it is computed.
 
-    Of an offloaded parameter the selected slices stay, and the deferred ones only if they are pending. Of several
-    micro-batches the last one splits gradients, which stay whole until then.
+    Of an offloaded parameter the share's selected slices stay, and the deferred ones only if they are pending. Of
+    several micro-batches the last one splits gradients, which stay whole until then.
     """
     largest = max((param.weight_bytes for param in plan.params), default=0)
     if plan.micro_batches > 1:
@@ -101,10 +101,10 @@ def _gradients(plan: Plan, devices: int) -> int:
 
     def kept(param: ParamPlan) -> int:
         split = param.k + (param.deferred if param.has_pending_gradient else 0)
-        elements = split * param.length if param.offloaded else param.numel
+        elements = split * param.length // devices if param.offloaded else param.numel
         return elements * param.dtype.itemsize
 
-    return plan.total(kept) // devices + largest
+    return plan.total(kept) + largest
 
 
 def _device_buffers(plan: Plan) -> int:

@@ -300,6 +300,11 @@ class ParamPlan:
         return self.placement is Placement.HOST_STREAMED
 
     @property
+    def divided(self) -> bool:
+        """Whether the ranks of a process group divide its state. Resident state is on each of them."""
+        return self.placement is not Placement.DEVICE
+
+    @property
     def selects(self) -> bool:
         """Whether slices are selected, and the selection may change."""
         return self.k > 0 and self.deferred > 0 and not self.fixed

@@ -58,7 +58,7 @@ def dimensions(scenario: Scenario, given: Collection[str], estimator: Estimator)
         tuple({"update_interval": steps} for steps in (1, 2, 4)),
         _fewer_bytes(scenario),
         ({"gradient_transfer": "each"}, {"gradient_transfer": "int8"}, {"gradient_transfer": "mean"}),
-        ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _state_shares(scenario))),
+        ({"host_window_bytes": None}, *({"host_window_bytes": size} for size in _windows(scenario))),
     )
     left = {"device_share", *(["gradient_accumulation_steps"] if scenario.divided else [])}
     left |= {"update_stride"} if streams else set()
@@ -126,7 +126,8 @@ def _residents(scenario: Scenario, given: Collection[str], estimator: Estimator)
 
 def _resident_bytes(scenario: Scenario, share: float, estimator: Estimator) -> list[int]:
     fitting = _fitting(scenario, share, estimator)
-    sizes = [size for size in _state_shares(scenario) if size > share * _state_bytes(scenario)]
+    state = _state_bytes(scenario)
+    sizes = [size for size in _shares_of(state) if size > share * state]
     if not fitting or fitting[-1] >= max(sizes, default=0):
         return sizes
     return sorted({*sizes, *(fitting[max(1, round(part * len(fitting))) - 1] for part in (*_SHARES, 1.0))})
@@ -139,7 +140,7 @@ def _fitting(scenario: Scenario, share: float, estimator: Estimator) -> list[int
     """
     options = replace(scenario.options, policy="zenflow", device_share=share)
     options = resolve_stride(options, scenario.hardware, scenario.model.params)
-    devices, device_bytes = scenario.hardware.devices, scenario.hardware.device_bytes
+    device_bytes = scenario.hardware.device_bytes
     recompute = scenario.recompute is not False
     kinds = estimator.kinds(options)
     states = [kinds.planned(kind, Side.DEVICE, 0).whole_state_bytes for kind in kinds.of]
@@ -147,7 +148,7 @@ def _fitting(scenario: Scenario, share: float, estimator: Estimator) -> list[int
     kept = lay_out(kinds, options).sides
     least = sum(states[index] for index in order if kept[index] is Side.DEVICE)
     sizes = accumulate(states[index] for index in order)
-    more = [-(-size // devices) for size in sizes if size > least]
+    more = [size for size in sizes if size > least]
     taken = sum(estimator.needs(options, recompute=recompute).device.values())
 
     def filled(size: int) -> int:
@@ -156,13 +157,17 @@ def _fitting(scenario: Scenario, share: float, estimator: Estimator) -> list[int
     return more[: bisect_right(more, taken + _FILLED * (device_bytes - taken), key=filled)]
 
 
-def _state_shares(scenario: Scenario) -> list[int]:
-    """Bytes of shares of the optimizer state, of each device, in whole GB if it is large."""
-    state = _state_bytes(scenario)
+def _windows(scenario: Scenario) -> list[int]:
+    """Bytes that cache files, of each device: shares of its part of the optimizer state."""
+    return _shares_of(_state_bytes(scenario) // scenario.hardware.devices)
+
+
+def _shares_of(state: int) -> list[int]:
+    """Shares of so many bytes, in whole GB if they are many."""
     unit = 10**9 if state > 20e9 else 1
     return sorted({round(share * state / unit) * unit for share in _SHARES} - {0})
 
 
 def _state_bytes(scenario: Scenario) -> int:
-    """Bytes of the optimizer state in fp32, of each device."""
-    return sum(param.numel for param in scenario.model.params) * 12 // scenario.hardware.devices
+    """Bytes of the optimizer state in fp32."""
+    return sum(param.numel for param in scenario.model.params) * 12

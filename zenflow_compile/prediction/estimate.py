@@ -30,8 +30,8 @@ from zenflow_compile.prediction.forecast import (
     micro_batches,
     needs,
     needs_in,
-    of_node,
     weight_memory,
+    window_of_node,
 )
 from zenflow_compile.prediction.simulate import steady_step_of, threads_of
 from zenflow_compile.prediction.workload import (
@@ -45,6 +45,7 @@ from zenflow_compile.prediction.workload import (
     Subgroup,
     Workload,
     forward_seconds,
+    gathered_bytes,
     named_blocks,
     own_elements,
     sent_across,
@@ -214,7 +215,8 @@ class Estimator:
         return self._of_run(self._counted(options, recompute=recompute), options)
 
     def _of_run(self, counted: CountedPlan, options: Options) -> CountedPlan:
-        key = (id(counted), options.host_window_bytes, micro_batches(options))  # a counted plan is kept
+        window = window_of_node(options, self._scenario.hardware)
+        key = (id(counted), window, micro_batches(options))  # a counted plan is kept
         if key not in self._plans_of_runs:
             self._plans_of_runs[key] = replace(counted, host_window_bytes=key[1], micro_batches=key[2])
         return self._plans_of_runs[key]
@@ -255,7 +257,7 @@ class Estimator:
         loading = (options.offload_weights, recompute and options.offload_weights is not False)
         if (key := (where, loading)) not in self._placed:
             if where not in self._layouts:
-                self._layouts[where] = self._lay_out(options)
+                self._layouts[where] = lay_out(self.kinds(options), options)
             if loading not in self._weights:
                 memory = weight_memory(options, self._scenarios[recompute])
                 offloaded = frozenset[int]() if memory is None else memory.offloaded
@@ -271,10 +273,6 @@ class Estimator:
             self._placed[key] = _Placed(layout, weights, groups, Counter(groups), streamed)
         return self._placed[key]
 
-    def _lay_out(self, options: Options) -> Layout:
-        of_all = of_node(options, self._scenario.hardware)
-        return lay_out(self.kinds(options), of_all)
-
     def workload(self, options: Options, *, recompute: bool) -> Workload:
         """What a step does, in few blocks; each step flushes an equal share of all update windows."""
         hardware = self._scenario.hardware
@@ -288,9 +286,9 @@ class Estimator:
         for _, indices in self._named:
             members = Counter((placed.groups[index], turns[index]) for index in indices)
             for group, turn in members.keys() - works.keys():
-                works[group, turn] = _work_of(plans[group], loads=group[2], in_turn=turn)
+                works[group, turn] = _work_of(plans[group], hardware.devices, loads=group[2], in_turn=turn)
             totals.append(_sum([(works[key], count) for key, count in members.items()]))
-        device_update = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
+        device_update = DEVICE_UPDATE_BYTES / hardware.device_bandwidth
         blocks, rewrites = [], []
         for (name, indices), forward, work in zip(self._named, self._forwards, totals, strict=True):
             load = _load(name, work.load, work.load_weight, work.rebuilt, hardware)
@@ -300,9 +298,9 @@ class Estimator:
                     forward=(Stage(forward, load, round(work.load_weight)),),
                     backward=_backward(load, forward, recompute=recompute, again=not reloaded.isdisjoint(indices)),
                     split=2 * work.offloaded / hardware.device_bandwidth,
-                    gradient=sent_in_ring(round(work.weights), hardware.devices),
-                    across=sent_across(round(work.weights), hardware),
-                    gathered=sent_in_ring(round(work.own), hardware.devices),
+                    gradient=sent_in_ring(round(work.reduced + 2 * work.all_reduced), hardware.devices),
+                    across=sent_across(round(work.reduced), round(work.all_reduced), hardware),
+                    gathered=sent_in_ring(round(work.gathered), hardware.devices),
                     parts=_parts(name, work, plan, hardware.devices),
                 )
             )
@@ -311,7 +309,7 @@ class Estimator:
         turning = sum(work.file_turns for work in totals)
         return Workload(
             blocks=tuple(blocks),
-            subgroups=_subgroups(placed, plans, hardware.devices, device_update),
+            subgroups=_subgroups(placed, plans, hardware.devices, device_update / hardware.devices),
             cycle=1,
             update=sum(work.updated_elements for work in totals) * device_update,
             file_ring=round(plan.file_window_bytes - plan.file_bytes + turning) // hardware.devices,
@@ -360,17 +358,18 @@ class _Work:
     """What parameters add to a block: bytes per step of all devices together, means over an update window.
 
     Attributes:
-        weights: of all parameters; offloaded: of those that the host updates; own: of what the device has updated.
+        reduced, all_reduced: of gradients; offloaded: of parameters that the host updates; gathered: see ``Block``.
         down: of gradients, copied when they are produced; pending: when they are final.
         host, upload, file: see ``Flush``; converting: its seconds. file_turns: of all its update windows together.
         load: over the link for a loaded weight; load_weight: of it; rebuilt: written from selected slices' masters.
         rewritten: of loaded weights that the device updates; rewritten_elements: of those without streamed state.
-        updated_elements: that the device updates otherwise.
+        updated_elements: that one device updates otherwise.
     """
 
-    weights: float = 0
+    reduced: float = 0
+    all_reduced: float = 0
     offloaded: float = 0
-    own: float = 0
+    gathered: float = 0
     down: float = 0
     pending: float = 0
     host: float = 0
@@ -393,15 +392,16 @@ def _sum(works: Sequence[tuple[_Work, int]]) -> _Work:
     return _Work(*(sum(count * getattr(work, name) for work, count in works) for name in _WORK))
 
 
-def _work_of(param: ParamPlan, *, loads: bool, in_turn: bool) -> _Work:
-    size, own = param.weight_bytes, own_elements(param)
+def _work_of(param: ParamPlan, devices: int, *, loads: bool, in_turn: bool) -> _Work:
+    size, own = param.weight_bytes, own_elements(param, devices)
     if not (param.offloaded and param.deferred):
         rewrites = loads and not param.offloaded
         alone = not param.streamed and not rewrites
         return _Work(
-            weights=size,
+            reduced=size if param.offloaded else 0,
+            all_reduced=0 if param.offloaded else size,
             offloaded=size if param.offloaded else 0,
-            own=own * param.dtype.itemsize,
+            gathered=gathered_bytes(param),
             load=size if loads else 0,
             load_weight=size if loads else 0,
             rewritten=size if rewrites else 0,
@@ -410,9 +410,9 @@ def _work_of(param: ParamPlan, *, loads: bool, in_turn: bool) -> _Work:
         )
     flushed = 1 / param.interval
     return _Work(
-        weights=size,
+        reduced=size,
         offloaded=size,
-        own=own * param.dtype.itemsize,
+        gathered=gathered_bytes(param),
         down=0 if param.has_pending_gradient else param.gradient_buffers.nbytes,
         pending=param.gradient_buffers.nbytes * (param.compressed + param.summed * flushed),
         host=param.update_bytes(param.interval) * flushed,

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from zenflow_compile.checks.validate import LARGEST_INTEGER
 from zenflow_compile.options.options import LONGEST_UPDATE_INTERVAL, Options
 from zenflow_compile.performance.equations import (
     ACTIVATIONS,
@@ -106,10 +105,10 @@ class Scenario:
         """What the prediction leaves out, as a sentence; None if it is complete."""
         if self.hardware.all_devices == 1:
             return None
-        share = "" if self.hardware.devices == 1 else "an equal share of "
+        share = "" if self.hardware.devices == 1 else "resident state, and an equal share of the other "
         return (
-            f"One of the {self.hardware.all_devices} devices is simulated, with {share}the optimizer state and the "
-            "host of its node; it sends gradients and gets changed weights in rings, as with process_group=."
+            f"One of the {self.hardware.all_devices} devices is simulated, with {share or 'the '}optimizer state and "
+            "of the host of its node; it sends gradients and gets changed weights in rings, as with process_group=."
         )
 
 
@@ -262,16 +261,19 @@ def node_plan(options: Options, scenario: Scenario) -> Plan:
     Raises:
         ValueError: ``offload_weights`` has no space for the weights that must be on the device at a time.
     """
-    plan = make_plan(scenario.model.params, of_node(options, scenario.hardware))
-    return replace(plan, weights=weight_memory(options, scenario), micro_batches=micro_batches(options))
+    plan = make_plan(scenario.model.params, options)
+    return replace(
+        plan,
+        weights=weight_memory(options, scenario),
+        micro_batches=micro_batches(options),
+        host_window_bytes=window_of_node(options, scenario.hardware),
+    )
 
 
-def of_node(options: Options, hardware: Hardware) -> Options:
-    """Options for all devices together: each of them has the bytes of ``device_share`` for its share."""
-    share = options.device_share
-    if not isinstance(share, int) or hardware.devices == 1:
-        return options
-    return replace(options, device_share=min(share * hardware.devices, LARGEST_INTEGER))
+def window_of_node(options: Options, hardware: Hardware) -> int | None:
+    """Bytes that cache files for all devices together: each of them has ``host_window_bytes``."""
+    window = options.host_window_bytes
+    return None if window is None else window * hardware.devices
 
 
 def micro_batches(options: Options) -> int:

@@ -1,7 +1,7 @@
 """The work of a plan's step: the model's blocks, their time, and the bytes that their parameters move.
 
 Parameters are combined by block of the model: a timeline of every tensor takes longer and shows no more. Bytes are
-those of one device. Each of several devices of a node owns an equal share of its optimizer state.
+those of one device. Each of several devices of a node has all resident state, and an equal share of the other.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Block:
     Attributes:
         forward, backward: stretches in order, each with its seconds.
         split: seconds that splitting the gradient takes, after the last backward.
-        gradient: bytes that a device sends in the reduce-scatter of gradients.
-        across: bytes that it then sends to devices of other nodes, for the mean of its share.
-        gathered: bytes of weights, updated on devices, that it receives in the all-gather.
+        gradient: bytes that a device sends in the reduce-scatter of gradients; all-reduces are two of them.
+        across: bytes that it then sends to devices of other nodes.
+        gathered: bytes of weights, updated on the devices that have their state, that it receives in the all-gather.
     """
 
     name: str
@@ -207,28 +207,29 @@ def workload_of(
     blocks = []
     for (name, indices), forward in zip(named, forwards, strict=True):
         params = plan.params[indices.start : indices.stop]
-        split = 2 * sum(param.weight_bytes for param in params if param.offloaded)
+        reduced = sum(param.weight_bytes for param in params if param.offloaded)
+        all_reduced = sum(param.weight_bytes for param in params) - reduced
         loads = [(_load(plan, param, hardware), param) for param in params if plan.loads_weight(param)]
         blocks.append(
             Block(
                 name=name,
                 forward=_stages(loads, forward),
                 backward=_backward_stages(plan, loads, forward, recompute=recompute),
-                split=split / hardware.device_bandwidth,
-                gradient=sent_in_ring(sum(param.weight_bytes for param in params), devices),
-                across=sent_across(sum(param.weight_bytes for param in params), hardware),
-                gathered=sent_in_ring(sum(own_elements(param) * param.dtype.itemsize for param in params), devices),
+                split=2 * reduced / hardware.device_bandwidth,
+                gradient=sent_in_ring(reduced + 2 * all_reduced, devices),
+                across=sent_across(reduced, all_reduced, hardware),
+                gathered=sent_in_ring(sum(map(gathered_bytes, params)), devices),
                 parts=_parts(plan, params, in_turn, steps, devices),
             )
         )
-    update_rate = devices * hardware.device_bandwidth / DEVICE_UPDATE_BYTES
+    update_rate = hardware.device_bandwidth / DEVICE_UPDATE_BYTES
     rewritten = [param for param in plan.params if plan.rewrites_weight(param)]
-    own = sum(own_elements(param) for param in plan.params if not param.streamed and not plan.rewrites_weight(param))
+    others = [param for param in plan.params if not param.streamed and not plan.rewrites_weight(param)]
     return Workload(
         blocks=tuple(blocks),
         subgroups=_subgroups(plan, hardware),
         cycle=len(steps),
-        update=own / update_rate,
+        update=sum(own_elements(param, devices) for param in others) / update_rate,
         file_ring=plan.file_ring_bytes // devices,
         head=head,
         backward_head=backward_factor * head,
@@ -326,8 +327,17 @@ def named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
     return [*before, *named, *after]
 
 
-def own_elements(param: ParamPlan) -> int:
-    """Elements that the device updates."""
+def own_elements(param: ParamPlan, devices: int) -> float:
+    """Elements that one of the devices of a node updates."""
+    return _device_elements(param) / (devices if param.divided else 1)
+
+
+def gathered_bytes(param: ParamPlan) -> int:
+    """Bytes of the weight that devices update, each its share."""
+    return _device_elements(param) * param.dtype.itemsize if param.divided else 0
+
+
+def _device_elements(param: ParamPlan) -> int:
     return param.k * param.length if param.offloaded else param.numel
 
 
@@ -336,9 +346,17 @@ def sent_in_ring(size: int, devices: int) -> int:
     return size * (devices - 1) // devices
 
 
-def sent_across(size: int, hardware: Hardware) -> int:
-    """Bytes that each device sends to other nodes: its share of ``size`` in a ring's all-reduce over nodes."""
-    return 2 * sent_in_ring(size // hardware.devices, hardware.nodes)
+def sent_across(reduced: int, all_reduced: int, hardware: Hardware) -> int:
+    """Bytes that each device sends to other nodes.
+
+    Args:
+        reduced: of gradients of which each device averages its share with those of other nodes, in a ring over nodes.
+        all_reduced: of gradients in a ring over all devices; those of a node divide what leaves it.
+    """
+    if hardware.nodes == 1:
+        return 0
+    whole = sent_in_ring(2 * all_reduced, hardware.all_devices) // hardware.devices
+    return 2 * sent_in_ring(reduced // hardware.devices, hardware.nodes) + whole
 
 
 def _parts(
