@@ -157,6 +157,7 @@ def test_nodes_share_the_work_over_a_network(capsys: pytest.CaptureFixture[str])
     assert main.main([*plan, "--nodes", "4"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "32 devices on 4 nodes" in printed
+    assert "GB/s to other nodes" in printed
     assert f"fully_shard {four['exchanges']['sharded']['sent'] / 1e9:.1f}" in printed
     assert answer([*plan, "--devices", "1"], capsys)["exchanges"] == {}
 

@@ -167,12 +167,16 @@ def breakdown(each: Forecast, prediction: Prediction) -> Table:
 
 def exchanged(each: Forecast, prediction: Prediction) -> Table:
     """What the devices send with the options of one policy, a row per way of sharing the work."""
+    hardware = prediction.scenario.hardware
+    several = hardware.nodes > 1
+    rates = f"a device sends {gigabytes(hardware.peer_bandwidth or 0)} GB/s to others of its node"
+    if several:
+        rates += f" and {gigabytes(hardware.network_bandwidth or 0)} GB/s to other nodes"
     table = made_table(
         f"Sent per step with {each.title}, GB",
         "By one device: to other devices, and over its link to the host. By a node: to other nodes. Host: memory of a "
-        "node. Times are those of process_group=.",
+        f"node. Times are those of process_group=, where {rates}.",
     )
-    several = prediction.scenario.hardware.nodes > 1
     table.add_column("sharing", no_wrap=True)
     for column in ("to devices", *(["to nodes"] if several else []), "to host", "from host", "host"):
         table.add_column(column, justify="right", no_wrap=True)

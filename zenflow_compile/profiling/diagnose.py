@@ -45,7 +45,7 @@ def diagnose(summary: Summary) -> Diagnosis:
         return Diagnosis(
             f"The ranks wait for each other and for their collectives, {milliseconds(of_ranks)} per step "
             f"({percent(of_ranks / step_ms)} of the time); larger batches, or gradient_accumulation_steps, make that "
-            "rarer; report_ranks() shows which rank is late."
+            "rarer; they wait for the rank that waits least, which report_ranks() names."
         )
     offloads = bool(summary["host_update_ms_per_step"] or summary["d2h_bytes_per_step"])
     if stall_share < _NO_STALL and offloads:
