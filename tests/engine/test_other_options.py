@@ -100,6 +100,7 @@ def test_weights_come_first() -> None:
 
 DAMAGE = {
     "placement": 9,
+    "row_dims": 2,
     "dim": 2,
     "k": 1000,
     "interval": 10**9,
@@ -112,7 +113,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_impossible_plans_are_named(name: str) -> None:
-    place = 1 + ["placement", "dtype", "dim", "k", "interval", "phase", "staleness", "summed", "compressed"].index(name)
+    place = 1 + ["placement", "dtype", *list(DAMAGE)[1:]].index(name) if name != "placement" else 1
     loading = Training(None, {"update_interval": 4}).run(0, STEP)
     state = copy.deepcopy(loading.optimizer.state_dict())
     state["state"][0]["plan"][place] = DAMAGE[name]

@@ -12,7 +12,7 @@ import torch
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.model_blocks import repeated_blocks
 from zenflow_compile.planning.plan import Placement, Plan
-from zenflow_compile.planning.planners import ParamSpec, extend_plan, make_plan
+from zenflow_compile.planning.planners import ParamSpec, ShardedBy, extend_plan, make_plan
 
 Shapes = list[tuple[int, ...]]
 
@@ -401,3 +401,65 @@ def test_plan_depends_on_shapes_and_options_only() -> None:
     renamed = [ParamSpec("x" + spec.name, spec.shape, spec.dtype) for spec in specs(gpt(3))]
     other = make_plan(renamed, Options())
     assert [param.phase for param in other.params] == [param.phase for param in plan_of(gpt(3)).params]
+
+
+# Views of parameters with three or more dimensions.
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((8, 28672, 4096), 8 * 28672),  # Mixtral 8x7B: experts, out, in
+        ((128, 1536, 2048), 128 * 1536),  # Qwen3-30B-A3B
+        ((32, 2880, 5760), 32 * 2880),  # gpt-oss-20b: experts, in, out
+        ((512, 1024, 512), 512 * 1024),
+        ((64, 3, 7, 7), 64),  # Conv2d
+        ((1280, 3, 2, 14, 14), 1280),  # Conv3d of patches
+        ((768, 48, 128), 768),  # Conv1d with 128 taps, wav2vec2's positions
+        ((256, 128, 41), 256),  # Conv1d, grouped
+        ((512, 256, 16), 512),  # ConvTranspose1d
+        ((1, 512, 64), 1),  # one output channel; position embeddings
+        ((4, 64, 31), 4),
+        ((64, 40, 48), 64),  # more matrices than rows
+    ],
+)
+def test_stacks_of_matrices_are_told_from_kernels(shape: tuple[int, ...], rows: int) -> None:
+    (param,) = plan_of([shape], policy="zero_offload", min_offload_size=1).params
+    assert param.matrix_shape == (rows, math.prod(shape) // rows)
+    assert (param.slices, param.length) == (max(param.matrix_shape), min(param.matrix_shape))
+
+
+def test_row_dims_choose_the_view() -> None:
+    """The first pattern that matches counts; matrices have one view."""
+    named = [ParamSpec(name, (64, 40, 48), torch.float32) for name in ("a.experts", "b.experts", "conv")]
+    named.append(ParamSpec("a.experts.bias", (64, 48), torch.float32))
+    options = Options(policy="zero_offload", min_offload_size=1, row_dims={"a.*": 2, "*": 1})
+    assert [param.row_dims for param in make_plan(named, options).params] == [2, 1, 1, 1]
+    assert Options(row_dims=options.row_dims).row_dims == options.row_dims
+
+
+@pytest.mark.parametrize(
+    ("row_dims", "sharded", "error"),
+    [
+        ({"experts": 3}, None, r"does not fit experts of shape \[8, 40, 48\]: rows combine 1 to 2"),
+        ({"expert": 2}, None, "has the pattern 'expert', which matches no parameter .*these are 'experts'"),
+        ({"experts": 2}, ShardedBy(dim=1, rank=0, ranks=2), "shard along dimension 0 or 2 alone"),
+        ({"experts": 2}, ShardedBy(dim=0, rank=0, ranks=2, pieces=2), "shard along dimension 0 or 2 alone"),
+    ],
+)
+def test_view_that_does_not_fit(row_dims: dict[str, int], sharded: ShardedBy | None, error: str) -> None:
+    spec = ParamSpec("experts", (8, 40, 48), torch.float32, sharded=sharded)
+    with pytest.raises(ValueError, match=error):
+        make_plan([spec], Options(row_dims=row_dims))
+
+
+@pytest.mark.parametrize(
+    ("dim", "offloaded", "shape"),
+    [(0, True, (4, 40, 48)), (2, True, (8, 40, 24)), (1, True, (8, 20, 48))],
+)
+def test_shards_of_a_stack(dim: int, offloaded: bool, shape: tuple[int, ...]) -> None:
+    """A rank has consecutive rows or columns of the view; sharded in between, the view is another one."""
+    spec = ParamSpec("experts", (8, 40, 48), torch.float32, sharded=ShardedBy(dim=dim, rank=0, ranks=2))
+    (param,) = make_plan([spec], Options(policy="zero_offload", min_offload_size=1)).params
+    assert (param.offloaded, param.shape, param.row_dims) == (offloaded, shape, 1 if dim == 1 else 2)
+    assert param.slices * param.length == math.prod(shape)

@@ -352,8 +352,8 @@ AGREEMENTS = {
     "whole gradients are not compared": Disagreement(
         ShardCalls, "_agreed_norm", lambda _, own: float(own), whole_gradients, "", "that are not sharded"
     ),
-    "steps are not announced": Disagreement(ShardCalls, "step", _alone, differing, "calls", "every rank makes the same calls"),
-    "ends are not announced": Disagreement(ShardCalls, "ending", _alone, differing, "ends", "every rank makes the same calls"),
+    "steps are not announced": Disagreement(ShardCalls, "step", _alone, differing, "calls", "makes the same calls"),
+    "ends are not announced": Disagreement(ShardCalls, "ending", _alone, differing, "ends", "makes the same calls"),
     "loads are not announced": Disagreement(
         ShardCalls, "agree_on_load", lambda *_: None, differing, "state", "the state dict has 'exp_avg"
     ),

@@ -66,7 +66,8 @@ class Run:
         """Return the steps at which there was a re-selection."""
         found = []
         for step in range(first, last):
-            self.device.score.copy_(score_at(step))
+            if self.device.selects:
+                self.device.score.copy_(score_at(step))
             if self.step(step)[1] is not None:
                 found.append(step)
         return found

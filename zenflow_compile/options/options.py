@@ -146,6 +146,21 @@ def _check_workers(name: str, value: Any) -> int | float | tuple[int, ...]:
     return check_integer(name, value, 1, remedy=", a share of the cores in [0.0, 1.0], a list of cores, or None")
 
 
+def _check_row_dims(name: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """Patterns of names, with numbers of dimensions."""
+    if not isinstance(value, Mapping):
+        try:  # as it is stored
+            value = dict(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{name}={value!r} must be a dict of patterns of names, such as {{'*.experts.*': 2}}, or None"
+            ) from None
+    for pattern in value:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{name} has the key {pattern!r}, which must be a pattern of names, such as '*.experts.*'")
+    return tuple((pattern, check_integer(f"{name}[{pattern!r}]", count, 1)) for pattern, count in value.items())
+
+
 def _check_device_share(name: str, value: Any) -> int | float:
     """A share, or bytes."""
     if isinstance(value, Integral) and int(value) > 1:
@@ -227,6 +242,10 @@ class Options:
             ``policy="auto"``: as many as the device has memory for, so that the host does the least work; other values
             are the least there, and no more stay than a step needs to be as fast.
         min_offload_size: Parameters with fewer elements, and all 1-D ones, are resident, with fp32 state.
+        row_dims: Leading dimensions, >= 1, that rows of the 2-D view of a parameter with three or more combine, by
+            pattern of its name (``fnmatch``; the first that matches counts): slices are rows or columns of that view.
+            None: two for stacks of matrices, such as the experts of a layer in one 3-D parameter, and one for all
+            others (docs/options.md, "Stacks of matrices").
         gradient_transfer: What the host gets of an update window. ``"each"``: every gradient, in the model's dtype.
             ``"mean"``: their mean, once; they are summed on the device, which takes 4 bytes per deferred element there.
             Another rule: one step on that mean (docs/options.md). ``"int8"``: every gradient as one byte per element
@@ -282,6 +301,7 @@ class Options:
         0.25, _check_device_share, also=("fill",), read_by=_ZENFLOW, flag="resident share, state as 8GB, or fill"
     )
     min_offload_size: int = _integer(4096, 0)
+    row_dims: tuple[tuple[str, int], ...] | None = _option(None, _check_row_dims)
     gradient_transfer: str = _choice(
         "each", "each", "mean", "int8", read_by=_ZENFLOW, flag="what the host gets of a window: each, mean or int8"
     )

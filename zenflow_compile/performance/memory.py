@@ -10,7 +10,8 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.models import ModelShape
 from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
 
-SLICE_BYTES = 16  # per slice of an offloaded parameter: fp32 squared norm and score, int32 number and position
+SLICE_BYTES = 12  # per slice of an offloaded parameter: fp32 squared norm, int32 number and position
+SCORE_BYTES = 4  # likewise, where slices are selected: fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def needs_of(
             "activations": activation_bytes(model, tokens=-(-tokens // plan.micro_batches), recompute=recompute),
             "optimizer state": plan.total(lambda param: param.device_bytes // (devices if param.divided else 1)),
             "rings and buffers": _device_buffers(plan) // devices + plan.exchange_bytes,
-            "selection": SLICE_BYTES * plan.total(lambda param: param.slices if param.offloaded else 0) // devices,
+            "selection": plan.total(_selection_bytes) // devices,
         },
         host={
             "optimizer state": host_state,
@@ -75,6 +76,11 @@ def needs_of(
         },
         disk={"optimizer state": plan.file_bytes},
     )
+
+
+def _selection_bytes(param: ParamPlan) -> int:
+    each = SLICE_BYTES + (SCORE_BYTES if param.selects else 0)
+    return each * param.slices if param.offloaded else 0
 
 
 def activation_bytes(model: ModelShape, *, tokens: int, recompute: bool) -> int:

@@ -212,8 +212,9 @@ class Shard:
 class ParamPlan:
     """The plan of one parameter.
 
-    A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of the parameter's 2-D view ``[shape[0], -1]``. All state of
-    an offloaded parameter has the layout ``[slice, length]``, on the device and on the host.
+    A *slice* is a column (``dim`` 1) or a row (``dim`` 0) of the parameter's 2-D view, whose rows are its first
+    ``row_dims`` dimensions. All state of an offloaded parameter has the layout ``[slice, length]``, on the device and
+    on the host.
 
     Attributes:
         index: position in the optimizer's list of parameters; it never changes.
@@ -248,6 +249,7 @@ class ParamPlan:
     shape: tuple[int, ...]
     dtype: torch.dtype
     placement: Placement
+    row_dims: int = 1
     dim: int = 1
     slices: int = 0
     length: int = 0
@@ -276,6 +278,22 @@ class ParamPlan:
         """The plan of the whole parameter, of which this may be a rank's part."""
         divided = self.share or self.flat or self.shard
         return self if divided is None else divided.whole
+
+    @property
+    def held(self) -> ParamPlan:
+        """The plan of the parameter that this rank has the weight of: the whole one, unless the model is sharded."""
+        return self if self.share is None else self.share.whole
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the 2-D view."""
+        rows = math.prod(self.shape[: self.row_dims])
+        return rows, math.prod(self.shape[self.row_dims :])
+
+    @property
+    def slice_dim(self) -> int:
+        """The first dimension of ``shape`` along which slices follow each other."""
+        return 0 if self.dim == 0 else self.row_dims
 
     @property
     def counted(self) -> bool:

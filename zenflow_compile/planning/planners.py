@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -72,10 +73,11 @@ class ShardedBy:
         part = self.part(tensor.shape[self.dim])
         return tensor.narrow(self.dim, part.start, len(part))
 
-    def leaves_slices(self, shape: tuple[int, ...]) -> bool:
-        """Whether each rank has slices of a parameter of this shape, so that its state may be divided by them."""
-        even = self.uneven is None
-        return even and self.dim < 2 and len(self.part(shape[self.dim], self.ranks - 1)) >= _LEAST_SLICES
+    def leaves_slices(self, shape: tuple[int, ...], row_dims: int) -> bool:
+        """Whether each rank has consecutive rows or columns of a parameter of this shape, and so of its state."""
+        even, divides = self.uneven is None, self.dim in (0, row_dims)
+        each = math.prod(shape[1:row_dims]) if self.dim == 0 else 1  # rows of an index
+        return even and divides and each * len(self.part(shape[self.dim], self.ranks - 1)) >= _LEAST_SLICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class ParamSpec:
     Attributes:
         shape: of the whole parameter.
         sharded: how the model is sharded; None: this rank has the whole parameter.
+        row_dims: dimensions that rows of its 2-D view combine; None: as its shape suggests.
     """
 
     name: str
@@ -94,6 +97,7 @@ class ParamSpec:
     dtype: torch.dtype
     splittable: bool = True
     sharded: ShardedBy | None = None
+    row_dims: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
@@ -128,14 +132,14 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """Plan further parameters; the parameters of ``plan`` keep their placement and phase.
 
     Raises:
-        ValueError: no planner has the name of the policy, or a parameter cannot have ``state_dtype`` or
-            ``split_master``.
+        ValueError: no planner has the name of the policy, or a parameter cannot have ``state_dtype``,
+            ``split_master`` or the view that ``row_dims`` gives it.
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
     first = len(plan.params)
     subgroup = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    kinds = Kinds(specs, options)
+    kinds = Kinds(_with_views(specs, options, extends=first > 0), options)
     layout = lay_out(kinds, options, extends=first > 0, subgroup=subgroup)
     new = [kinds.plan(index, layout) for index in range(len(specs))]
     phases = _phases([param.whole for param in plan.params], new)
@@ -200,7 +204,8 @@ class Kinds:
         firsts: list[ParamSpec] = []
         self.of: list[int] = []
         for spec in specs:
-            number = numbers.setdefault((spec.shape, spec.dtype, spec.splittable, spec.sharded), len(numbers))
+            key = spec.shape, spec.dtype, spec.splittable, spec.sharded, spec.row_dims
+            number = numbers.setdefault(key, len(numbers))
             if number == len(firsts):
                 firsts.append(spec)
             self.of.append(number)
@@ -391,14 +396,83 @@ def _resident(spec: ParamSpec, options: Options) -> ParamPlan:
 
     Its moments are fp32 if the parameter cannot be offloaded, or if its rows are too short for 8-bit moments.
     """
-    plan = ParamPlan(index=0, name=spec.name, shape=spec.shape, dtype=spec.dtype, placement=Placement.DEVICE)
+    plan = ParamPlan(
+        index=0,
+        name=spec.name,
+        shape=spec.shape,
+        dtype=spec.dtype,
+        placement=Placement.DEVICE,
+        row_dims=_row_dims(spec),
+    )
     fits = options.state_dtype != "fp8" or plan.whole_rows[1] >= QUANTIZATION_BLOCK
     return replace(plan, moments=options.state_dtype) if fits and _offloadable(spec, options) else plan
 
 
+_LEAST_SIDE = 32
+"""Least rows and columns of stacked matrices. Kernels of convolutions have fewer taps in a dimension."""
+
+
+def _row_dims(spec: ParamSpec) -> int:
+    """How many dimensions the rows of a parameter's 2-D view combine: two, for a stack of matrices, or one.
+
+    Experts of a layer are ``[experts, out, in]`` or ``[experts, in, out]``, fewer than either side of a matrix. A
+    convolution's kernel in one dimension, ``[out, in, taps]``, would need more taps, and more input channels, than it
+    has output channels, to look like them.
+    """
+    if spec.row_dims is not None:
+        return spec.row_dims
+    if len(spec.shape) != 3:
+        return 1
+    count, *sides = spec.shape
+    is_stack = 2 <= count <= min(sides) and min(sides) >= _LEAST_SIDE
+    return 2 if is_stack and _keeps_view(spec, 2) else 1
+
+
+def _keeps_view(spec: ParamSpec, row_dims: int) -> bool:
+    """Whether what sharding leaves on a rank are consecutive rows, or columns, of the 2-D view."""
+    by = spec.sharded
+    return by is None or row_dims == 1 or (by.pieces == 1 and by.dim in (0, row_dims))
+
+
+def _with_views(specs: Sequence[ParamSpec], options: Options, *, extends: bool) -> Sequence[ParamSpec]:
+    """Give parameters the views of ``row_dims``.
+
+    Raises ValueError for a view that does not fit, and for a pattern without a parameter, unless a plan is extended.
+    """
+    if options.row_dims is None:
+        return specs
+    stacks = [spec for spec in specs if len(spec.shape) > 2]
+    unused = dict(options.row_dims)
+    found: dict[str, int] = {}
+    for spec in stacks:
+        match = next(((each, count) for each, count in options.row_dims if fnmatchcase(spec.name, each)), None)
+        if match is not None:
+            _check_view(spec, *match)
+            unused.pop(match[0], None)
+            found[spec.name] = match[1]
+    if unused and not extends:
+        names = ", ".join(repr(spec.name) for spec in stacks[:3]) or "none"
+        raise ValueError(
+            f"row_dims has the pattern {next(iter(unused))!r}, which matches no parameter of three or more dimensions "
+            f"(these are {names}{', ...' if len(stacks) > 3 else ''}); leave it out, or pass model.named_parameters()"
+        )
+    return [replace(spec, row_dims=found.get(spec.name)) for spec in specs]
+
+
+def _check_view(spec: ParamSpec, pattern: str, count: int) -> None:
+    unfit = f"row_dims={{{pattern!r}: {count}}} does not fit {spec.name} of shape {list(spec.shape)}"
+    if count >= len(spec.shape):
+        raise ValueError(f"{unfit}: rows combine 1 to {len(spec.shape) - 1} of its dimensions, and columns the others")
+    if not _keeps_view(spec, count):
+        raise ValueError(
+            f"{unfit}, which is sharded so that a rank does not have consecutive rows or columns of that view; leave "
+            f"it out, or shard along dimension 0 or {count} alone"
+        )
+
+
 def _on_host(plan: ParamPlan, options: Options) -> ParamPlan:
     """A resident parameter with all of its state on the host."""
-    rows, columns = plan.shape[0], plan.numel // plan.shape[0]
+    rows, columns = plan.matrix_shape
     # Gradients of embeddings, heads, qkv and up-projections concentrate in rows, those of down-projections a little in
     # columns (the project's convergence study): always the longer side, which also gives the finer choice. Square
     # matrices use rows: gradients of queries, keys and values concentrate there, and rows are contiguous.
@@ -429,7 +503,7 @@ def _offloadable(spec: ParamSpec, options: Options) -> bool:
         and spec.numel >= max(1, options.min_offload_size)
         and spec.splittable
         and spec.dtype in OFFLOADABLE_DTYPES
-        and (spec.sharded is None or spec.sharded.leaves_slices(spec.shape))
+        and (spec.sharded is None or spec.sharded.leaves_slices(spec.shape, _row_dims(spec)))
     )
 
 
@@ -538,7 +612,7 @@ def shard_of(whole: ParamPlan, by: ShardedBy) -> ParamPlan:
     piece = by.uneven or whole.shape
     own = by.part(piece[by.dim])
     shape = (*piece[: by.dim], len(own), *piece[by.dim + 1 :])
-    divides = whole.offloaded and by.dim == whole.dim
+    divides = whole.offloaded and by.dim == whole.slice_dim
     shard = Shard(
         whole=whole,
         divides_slices=divides,
@@ -549,7 +623,8 @@ def shard_of(whole: ParamPlan, by: ShardedBy) -> ParamPlan:
     whole = replace(whole, pieces=by.pieces)
     if not whole.offloaded:
         return replace(whole, shape=shape, shard=shard)
-    inner = math.prod(whole.shape[by.dim + 1 :]) if by.dim == 1 else 1  # columns of the 2-D view for each index
+    rows, columns = whole.matrix_shape
+    inner = (rows if by.dim == 0 else columns) // whole.shape[by.dim]  # of the 2-D view, for each index
     if not divides:
         return replace(whole, shape=shape, length=len(own) * inner, shard=shard)
     slices, all_slices = len(own) * inner, whole.slices
@@ -591,9 +666,9 @@ def _share_of(whole: ParamPlan, plan: Plan) -> ParamPlan:
     if whole.streamed and whole.numel >= ranks**2:  # the last rank has some elements then
         flat = FlatShare(whole=whole, rank=rank, ranks=ranks)
         elements = min(flat.most_elements, whole.numel - rank * flat.most_elements)
-        return replace(whole, shape=(elements,), flat=flat)
+        return replace(whole, shape=(elements,), row_dims=1, flat=flat)
     if not whole.offloaded:
         return whole
     share = Share(whole=whole, rank=rank, ranks=ranks, parts=parts_of(whole, ranks), replica=plan.replica)
     slices, k = share.count(whole.slices), share.count(whole.k)
-    return replace(whole, shape=(slices, whole.length), dim=0, slices=slices, k=k, share=share)
+    return replace(whole, shape=(slices, whole.length), row_dims=1, dim=0, slices=slices, k=k, share=share)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def saved_plan(own: ParamPlan, entry: Mapping[str, Any]) -> ParamPlan:
         ValueError: there is no such plan; the text says what is wrong with its entry.
     """
     values = planned(entry["plan"])
-    rows, columns = (own.shape[0], own.numel // own.shape[0]) if own.shape else (1, 1)
+    row_dims = values["row_dims"]
+    has_view = row_dims in range(1, max(2, len(own.shape)))
+    rows, columns = replace(own, row_dims=row_dims if has_view else 1).matrix_shape
     placements = {str(each): each for each in Placement}
     dim, k, interval, staleness = (values[name] for name in ("dim", "k", "interval", "staleness"))
     slices, length = (rows, columns) if dim == 0 else (columns, rows)
@@ -48,6 +51,7 @@ def saved_plan(own: ParamPlan, entry: Mapping[str, Any]) -> ParamPlan:
     places = len(entry["coefficients"]) if has_window else 0
     possible = {
         "placement": values["placement"] in placements and (not offloaded or len(own.shape) >= 2),
+        "row_dims": has_view,
         "dim": dim in (0, 1),
         "k": isinstance(k, int) and 0 <= k <= slices,
         "interval": isinstance(interval, int) and interval >= 1 and (not has_window or interval == 1 + places),
@@ -61,6 +65,7 @@ def saved_plan(own: ParamPlan, entry: Mapping[str, Any]) -> ParamPlan:
     return replace(
         own,
         placement=placements[values["placement"]],
+        row_dims=row_dims,
         dim=dim,
         slices=slices if offloaded else 0,
         length=length if offloaded else 0,
@@ -104,7 +109,7 @@ def convert(
             )
         found |= _flushed(saved, entry, eps)
         new_weight = found["master"].to(plan.dtype)
-    selects = plan.selects and saved.selects and (plan.dim, plan.slices) == (saved.dim, saved.slices)
+    selects = plan.selects and saved.selects and _view(plan) == _view(saved)
     if not has_layout:
         names = (*_ANY_PLAN, *(_SELECTION if selects else ()), *(("residual",) if plan.compressed else ()))
         found = {name: found[name] for name in names if name in found}
@@ -123,7 +128,9 @@ def have_one_layout(plan: ParamPlan, saved: ParamPlan) -> bool:
     return same and bool(plan.deferred) == bool(saved.deferred)
 
 
-_OF_LAYOUT = ("placement", "dim", "interval", "phase", "staleness", "selects", "summed", "compressed")
+_view = attrgetter("row_dims", "dim", "slices")
+
+_OF_LAYOUT = ("placement", "row_dims", "dim", "interval", "phase", "staleness", "selects", "summed", "compressed")
 
 
 def _shown_weight(plan: ParamPlan, entry: Mapping[str, Any]) -> Tensor:

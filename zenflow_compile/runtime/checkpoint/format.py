@@ -22,7 +22,7 @@ from zenflow_compile.options.options import OFFLOAD_DEVICES, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 
-FORMAT = 9
+FORMAT = 10
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """The entries of torch.optim.AdamW."""
 
@@ -36,7 +36,7 @@ SCHEDULE = (
 """The numbers of the entry ``schedule``; -1 where there is none. Scheduling inputs are used two steps after they were
 computed: ``latest`` ones in the next step, ``next`` ones in the step after it."""
 
-_PLANNED = ("placement", "dtype", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
+_PLANNED = ("placement", "dtype", "row_dims", "dim", "k", "interval", "phase", "staleness", "summed", "compressed")
 # A state dict has the position of a name in its list: append new names, and never reorder.
 POLICIES = ("resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity")
 _NAMES: dict[str, tuple[Any, ...]] = {
@@ -131,7 +131,7 @@ def chosen(entry: Tensor) -> dict[str, Any]:
 
 def in_slices(plan: ParamPlan, tensor: Tensor) -> Tensor:
     """A tensor of the parameter's shape as [slices, length], a view where possible."""
-    matrix = tensor.reshape(plan.shape[0], -1)
+    matrix = tensor.reshape(plan.matrix_shape)
     return matrix if plan.dim == 0 else matrix.t()
 
 

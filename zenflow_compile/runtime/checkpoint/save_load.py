@@ -395,7 +395,7 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
         "step": 0.0,
         "exp_avg": zeros,
         "exp_avg_sq": zeros,
-        "score": torch.zeros(plan.slices),
+        "score": torch.zeros(plan.slices if plan.selects else 0),
         "mask": torch.arange(plan.slices) < plan.k,
         "selected_at": NONE,
         "open": 0,

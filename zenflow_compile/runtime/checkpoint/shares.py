@@ -93,14 +93,14 @@ def sharded_entry(plan: ParamPlan, param: LocalShard, entry: dict[str, Tensor]) 
             parts = 1 if SCALE.fullmatch(name) else None
             dims = [
                 0 if shard.divides_slices else parts,
-                *(0 if piece.dim == plan.whole.dim else 1 for piece in param.pieces),
+                *(0 if piece.dim == plan.whole.slice_dim else 1 for piece in param.pieces),
             ]
             sizes = [param.by.ranks, *(piece.ranks for piece in param.pieces)]
             if any(dim is not None for dim in dims):
                 columns = math.prod(size for size, dim in zip(sizes, dims, strict=True) if dim == 1)
                 slices = plan.whole.slices
                 if 0 in dims[1:]:  # of all pieces
-                    slices = slices // plan.whole.shape[plan.whole.dim] * shape[plan.whole.dim]
+                    slices = slices // plan.whole.shape[plan.whole.slice_dim] * shape[plan.whole.slice_dim]
                 found[name] = param.entry(own, (slices, columns), dims)
     return found
 
@@ -118,9 +118,10 @@ def local_entry(plan: ParamPlan, param: LocalShard, entry: Mapping[str, Any]) ->
             found[name] = by.view(param.piece_of(value))
         elif PER_SLICE.fullmatch(name) and value.dim() == 2 and value.shape[1] == 1:
             # As [indices along the sharded dimension, slices for each index].
-            inner = plan.whole.slices // plan.whole.shape[plan.whole.dim]
+            inner = plan.whole.slices // plan.whole.shape[plan.whole.slice_dim]
             of_indices = value.reshape(-1, inner)
             for each in (*param.pieces, *([by] if shard.divides_slices else [])):
-                of_indices = replace(each, dim=0).view(of_indices) if each.dim == plan.whole.dim else of_indices
+                if each.dim == plan.whole.slice_dim:
+                    of_indices = replace(each, dim=0).view(of_indices)
             found[name] = of_indices.reshape(-1, 1)
     return found

@@ -39,7 +39,7 @@ class DeviceState:
         exp_avg, exp_avg_sq: moments, as ``form`` stores them.
         gradient: ``[k, length]`` in the model's dtype, the selected slices of the gradient until the optimizer step.
         norms: f32[slices], squared norms of that gradient's slices.
-        score: f32[slices], moving average of the squared norms of unscaled gradients.
+        score: f32[slices], moving average of the squared norms of unscaled gradients; empty if nothing is selected.
         steps: number of gradients in the moments.
         selected_at: step of the last re-selection; None before the first.
     """
@@ -71,7 +71,7 @@ class DeviceState:
             exp_avg=state[1],
             exp_avg_sq=state[2],
             norms=torch.zeros(plan.slices, dtype=torch.float32, device=device),
-            score=torch.zeros(plan.slices, dtype=torch.float32, device=device),
+            score=torch.zeros(plan.slices if plan.selects else 0, dtype=torch.float32, device=device),
             selects=plan.selects,
         )
 

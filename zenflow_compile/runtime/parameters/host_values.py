@@ -111,7 +111,7 @@ class HostValues:
     def __post_init__(self) -> None:
         plan, whole = self.plan, self.whole
         self.steady_place = Place.SLICES if whole is None else Place.WHOLE
-        rows, columns = (plan.deferred, plan.length) if whole is None else (plan.shape[0], plan.numel // plan.shape[0])
+        rows, columns = (plan.deferred, plan.length) if whole is None else plan.matrix_shape
         self._block: Block = (rows, columns), plan.dtype
         self.staged_bytes = rows * columns * plan.dtype.itemsize
         self._whole_matrix = None if whole is None else InMemory(whole.view(rows, columns))
@@ -246,7 +246,7 @@ class HostValues:
         """Move values that are whole into an upload buffer, if one is free, where masters agree with them."""
         if self._states is not None and self._states.host.free_upload() is not None:
             assert self.whole is not None
-            self._into_slices(self.whole.view(self.plan.shape[0], -1))
+            self._into_slices(self.whole.view(self.plan.matrix_shape))
 
     def _into_slices(self, values: Tensor) -> None:
         """Put the deferred slices of ``values`` [rows, columns], which masters agree with, into an upload buffer."""
@@ -315,7 +315,8 @@ class HostValues:
             parts = (device.selection.selected, selected), (device.selection.deferred, deferred)
             for slices, values in parts:
                 indices = self._device.to_host(read(slices), "weight")
-                column_ops.reference_merge_columns(whole.view(whole.shape[0], -1), self.plan.dim, indices, values)
+                matrix = whole.view(self.plan.matrix_shape)
+                column_ops.reference_merge_columns(matrix, self.plan.dim, indices, values)
         return whole
 
     # Other places.

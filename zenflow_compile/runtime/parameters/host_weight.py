@@ -165,7 +165,7 @@ class HostWeight:
     @property
     def _matrix(self) -> Tensor:
         """The parameter's memory as [rows, columns]."""
-        return self.param.data.view(self.plan.shape[0], -1)  # ``.data`` has a version counter of its own
+        return self.param.data.view(self.plan.matrix_shape)  # ``.data`` has a version counter of its own
 
     def hold(self) -> None:
         """Stay loaded until the next optimizer step, for code that may write the weight."""

@@ -65,7 +65,7 @@ class Weights:
                 errors.refuse_changed(self._param, self._plan, whole.device)
             share = self._plan.share
             try:
-                whole = self._param.data.view(self._param.shape[0], -1)
+                whole = self._param.data.view(self._plan.held.matrix_shape)
             except RuntimeError:
                 errors.refuse_reordered(self._plan.name)
             self._whole, self._matrix = whole, whole if share is None else share.view(whole)
@@ -77,7 +77,7 @@ class Weights:
         """``matrix`` to read from; in host memory, and maybe a copy, where the device does not have the weight."""
         if (home := self.home) is None or home.is_on_device():
             return self.matrix
-        return home.values.read().view(self._param.shape[0], -1)
+        return home.values.read().view(self._plan.matrix_shape)
 
     @property
     def of_all_ranks(self) -> Tensor:
