@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zenflow_compile.performance.models import MODELS, flops_per_token, from_config, model, of_size
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -47,6 +48,9 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
 }
 
 LLAMA = {
@@ -57,6 +61,19 @@ LLAMA = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
+}
+MIXTURES = {
+    "mixtral-8x7b": LLAMA
+    | {"model_type": "mixtral", "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 32768}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3-30b-a3b": LLAMA
+    | {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    | {"num_hidden_layers": 48, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    | {"max_position_embeddings": 40960, "num_experts": 128, "num_experts_per_tok": 8, "mlp_only_layers": []},
+    "gpt-oss-20b": LLAMA
+    | {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088}
+    | {"max_position_embeddings": 131072, "num_local_experts": 32, "num_experts_per_tok": 4},
 }
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
 
@@ -111,7 +128,34 @@ def test_tied_embedding_counts_as_the_head() -> None:
     assert flops_per_token(shape, 0) == 6 * sum(spec.numel for spec in shape.params if len(spec.shape) == 2)
 
 
+@pytest.mark.parametrize(("name", "billions"), [("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("gpt-oss-20b", 3.6)])
+def test_token_does_the_work_of_its_experts(name: str, billions: float) -> None:
+    """As published: active parameters, with the embedding but for gpt-oss."""
+    shape = model(name)
+    embedding = 0 if name == "gpt-oss-20b" else shape.params[0].numel
+    assert (flops_per_token(shape, 0) / 6 + embedding) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_those_of_transformers(name: str) -> None:
+    """Names and shapes of a layer, in any order."""
+    transformers = pytest.importorskip("transformers")
+    given = {**MIXTURES[name], "num_hidden_layers": 1}
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
+    layer = "layers.0."
+    found = {each: tuple(param.shape) for each, param in theirs.model.named_parameters() if each.startswith(layer)}
+    assert found == {spec.name: spec.shape for spec in model(name).params if spec.name.startswith(layer)}
+
+
 # Configurations.
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_configuration_with_experts(name: str, tmp_path: Path) -> None:
+    shape, named = from_config(written(tmp_path, MIXTURES[name])), model(name)
+    assert [(spec.name, spec.shape) for spec in shape.params] == [(spec.name, spec.shape) for spec in named.params]
+    assert (shape.active, shape.context, shape.hidden) == (named.active, named.context, named.hidden)
 
 
 def test_a_llama_configuration(tmp_path: Path) -> None:
@@ -139,7 +183,7 @@ def test_a_gpt2_configuration(tmp_path: Path) -> None:
     shape = from_config(written(tmp_path, GPT2 | {"n_inner": None}))
     assert shape.numel == 124_439_808
     assert (shape.layers, shape.hidden, shape.context) == (12, 768, 1024)
-    assert shape.lookups == 1024 * 768
+    assert flops_per_token(shape, 0) == 6 * (124_439_808 - 1024 * 768 - 121_344)  # positions, vectors
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -156,7 +200,7 @@ def test_invalid_size_is_refused(value: object, tmp_path: Path) -> None:
         from_config(written(tmp_path, LLAMA | {"vocab_size": value}))
 
 
-@pytest.mark.parametrize("config", [LLAMA | {"model_type": "mixtral"}, {}, []], ids=str)
+@pytest.mark.parametrize("config", [LLAMA | {"model_type": "deepseek_v3"}, {}, []], ids=str)
 def test_other_model_types_are_refused(config: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model_type=.* must be one of llama, mistral, qwen2, qwen3, gpt2"):
         from_config(written(tmp_path, config))
@@ -173,7 +217,7 @@ def test_unreadable_configuration_is_refused(tmp_path: Path) -> None:
 def test_gpt2_configuration_with_untied_head(tmp_path: Path) -> None:
     shape = from_config(written(tmp_path, GPT2 | {"tie_word_embeddings": False}))
     assert shape.numel == 124_439_808 + 50257 * 768
-    assert shape.lookups == (50257 + 1024) * 768
+    assert flops_per_token(shape, 0) == 6 * (124_439_808 - 1024 * 768 - 121_344)
     assert shape.tied is None
 
 
@@ -206,7 +250,15 @@ def test_other_dtypes_are_refused(value: object, tmp_path: Path) -> None:
             LLAMA | {"num_local_experts": 8},
             "num_local_experts=8 must be absent: a mixture of experts cannot be planned",
         ),
-        (LLAMA | {"model_type": "mixtral", "num_local_experts": 8}, "model_type='mixtral' .*; a mixture of experts"),
+        (LLAMA | {"model_type": "jamba", "num_experts": 8}, "model_type='jamba' .*; no other mixture of experts"),
+        (
+            MIXTURES["mixtral-8x7b"] | {"num_experts_per_tok": 9},
+            "num_experts_per_tok=9 must be at most num_local_experts=8",
+        ),
+        (
+            MIXTURES["qwen3-30b-a3b"] | {"decoder_sparse_step": 2},
+            "decoder_sparse_step and mlp_only_layers must be absent",
+        ),
         (GPT2 | {"n_head": 7}, "n_head=7 must be a divisor of n_embd=768"),
         (GPT2 | {"n_inner": 0}, "n_inner=0 must be an integer >= 1"),
     ],

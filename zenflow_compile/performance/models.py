@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ _EMBEDDING = "embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model in which every token is multiplied with all matrices but the embeddings.
+    """A model in which every token is multiplied with all matrices but the embeddings, and with some of the experts.
 
     Attributes:
         params: in forward order, with ``layers`` repeated blocks.
@@ -34,6 +34,7 @@ class ModelShape:
         context: tokens of a sequence that attention runs over.
         embeddings: names of the parameters in which tokens are looked up, which costs no FLOPs.
         tied: the embedding that is also the head, at the end of the forward; None if there is none.
+        active: share of the experts, which are parameters of three dimensions, that a token is multiplied with.
         source: source of the configuration.
 
     Raises:
@@ -47,6 +48,7 @@ class ModelShape:
     context: int
     embeddings: tuple[str, ...] = ()
     tied: str | None = None
+    active: float = 1.0
     source: str
 
     def __post_init__(self) -> None:
@@ -56,10 +58,11 @@ class ModelShape:
         if self.tied is not None and self.tied not in self.embeddings:
             raise ValueError(f"tied={self.tied!r} of {self.name!r} must be one of its embeddings; add it to them")
 
-    @property
-    def lookups(self) -> int:
-        """Elements of embeddings that are not also the head."""
-        return sum(spec.numel for spec in self.params if spec.name in self.embeddings and spec.name != self.tied)
+    def multiplied(self, spec: ParamSpec) -> float:
+        """How many elements of a parameter a token is multiplied with, but for an embedding that is also the head."""
+        if len(spec.shape) < 2 or spec.name in self.embeddings:
+            return 0.0
+        return spec.numel * (self.active if len(spec.shape) == 3 else 1.0)
 
     @property
     def numel(self) -> int:
@@ -75,6 +78,10 @@ class LlamaSizes:
         qkv_bias: queries, keys and values have biases (Qwen2).
         qk_norm: queries and keys are normalized, per head (Qwen3, Gemma 3).
         sandwich_norms: attention and MLP are also normalized behind them (Gemma 2 and 3).
+        experts: of a layer, each of ``intermediate`` size, in one parameter; 0: the MLP is dense.
+        chosen: experts of a token.
+        biased: biases of attention, router and experts, sinks of attention, and experts as ``[experts, in, out]``
+            (gpt-oss).
     """
 
     hidden: int
@@ -90,6 +97,9 @@ class LlamaSizes:
     qkv_bias: bool = False
     qk_norm: bool = False
     sandwich_norms: bool = False
+    experts: int = 0
+    chosen: int = 0
+    biased: bool = False
 
     def shape(self, name: str, dtype: torch.dtype) -> ModelShape:
         embedding = (_EMBEDDING, (self.vocabulary, self.hidden))
@@ -103,14 +113,15 @@ class LlamaSizes:
             context=self.context,
             embeddings=(_EMBEDDING,),
             tied=_EMBEDDING if self.tied else None,
+            active=self.chosen / self.experts if self.experts else 1.0,
             source=self.source,
         )
 
     def _block(self) -> list[NamedShape]:
-        block: list[NamedShape] = []
+        block: list[NamedShape] = [("self_attn.sinks", (self.heads,))] if self.biased else []
         for part, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
             block.append((f"self_attn.{part}_proj.weight", (heads * self.head_dim, self.hidden)))
-            if self.qkv_bias:
+            if self.qkv_bias or self.biased:
                 block.append((f"self_attn.{part}_proj.bias", (heads * self.head_dim,)))
         names = ["q_norm", "k_norm"] if self.qk_norm else []
         block += [(f"self_attn.{name}.weight", (self.head_dim,)) for name in names]
@@ -119,10 +130,33 @@ class LlamaSizes:
         return [
             *block,
             ("self_attn.o_proj.weight", (self.hidden, self.heads * self.head_dim)),
+            *([("self_attn.o_proj.bias", (self.hidden,))] if self.biased else []),
+            *(self._experts() if self.experts else self._mlp()),
+            *((f"{name}.weight", (self.hidden,)) for name in norms),
+        ]
+
+    def _mlp(self) -> list[NamedShape]:
+        return [
             ("mlp.gate_proj.weight", (self.intermediate, self.hidden)),
             ("mlp.up_proj.weight", (self.intermediate, self.hidden)),
             ("mlp.down_proj.weight", (self.hidden, self.intermediate)),
-            *((f"{name}.weight", (self.hidden,)) for name in norms),
+        ]
+
+    def _experts(self) -> list[NamedShape]:
+        up, down = (2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        if not self.biased:
+            return [
+                ("mlp.gate.weight", (self.experts, self.hidden)),
+                ("mlp.experts.gate_up_proj", (self.experts, *up)),
+                ("mlp.experts.down_proj", (self.experts, *down)),
+            ]
+        return [
+            ("mlp.router.weight", (self.experts, self.hidden)),
+            ("mlp.router.bias", (self.experts,)),
+            ("mlp.experts.gate_up_proj", (self.experts, *up[::-1])),
+            ("mlp.experts.gate_up_proj_bias", (self.experts, up[0])),
+            ("mlp.experts.down_proj", (self.experts, *down[::-1])),
+            ("mlp.experts.down_proj_bias", (self.experts, down[0])),
         ]
 
 
@@ -141,7 +175,8 @@ def flops_per_token(model: ModelShape, context: int | None = None) -> float:
         context: tokens of a sequence; the model's own by default.
     """
     tokens = model.context if context is None else context
-    multiplied = sum(spec.numel for spec in model.params if len(spec.shape) >= 2) - model.lookups
+    multiplied = sum(model.multiplied(spec) for spec in model.params)
+    multiplied += sum(spec.numel for spec in model.params if spec.name == model.tied)
     return 6.0 * multiplied + 12.0 * model.layers * model.hidden * tokens
 
 
@@ -156,6 +191,8 @@ _QWEN3 = "Qwen3 (arXiv 2505.09388), Table 1; its published config.json"
 _MISTRAL = "the published config.json of Mistral 7B v0.3, Mistral Nemo and Mistral Small 24B"
 _GEMMA2 = "Gemma 2 (arXiv 2408.00118), Table 1; its published config.json"
 _GEMMA3 = "Gemma 3 (arXiv 2503.19786); its published config.json"
+_MIXTRAL = "Mixtral of Experts (arXiv 2401.04088), Table 1; its published config.json"
+_GPT_OSS = "gpt-oss model card (arXiv 2508.10925), Table 1; its published config.json"
 _DOS = (
     "run script of Deep Optimizer States (github.com/DataStates/artifacts, deep-optimizer-states/master-script.sh): "
     "Llama blocks with 4 heads of keys and values; of 50304 tokens, with which the parameters are those its logs count"
@@ -231,6 +268,36 @@ MODELS: Mapping[str, LlamaSizes] = {
     "qwen3-8b": _qwen3(hidden=4096, intermediate=12288, layers=36, heads=32),
     "qwen3-14b": _qwen3(hidden=5120, intermediate=17408, layers=40, heads=40),
     "qwen3-32b": _qwen3(hidden=5120, intermediate=25600, layers=64, heads=64),
+    "mixtral-8x7b": LlamaSizes(
+        hidden=4096,
+        intermediate=14336,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=_HEAD_DIM,
+        vocabulary=32000,
+        context=32768,
+        experts=8,
+        chosen=2,
+        source=_MIXTRAL,
+    ),
+    "qwen3-30b-a3b": replace(
+        _qwen3(hidden=2048, intermediate=768, layers=48, heads=32), kv_heads=4, experts=128, chosen=8
+    ),
+    "gpt-oss-20b": LlamaSizes(
+        hidden=2880,
+        intermediate=2880,
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        vocabulary=201088,
+        context=131072,
+        experts=32,
+        chosen=4,
+        biased=True,
+        source=_GPT_OSS,
+    ),
 }
 """Configurations by name, with their source. ``dos-*`` are the models of the Deep Optimizer States paper (Table 2) as
 its authors ran them. Their names are nominal: the logs count 5.95, 9.14, 9.92, 11.32 and 15.33 billion parameters."""
@@ -292,7 +359,9 @@ def _count(configuration: LlamaSizes) -> int:
 
 
 def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShape:
-    """The model of a Hugging Face ``config.json``, or of a folder with one: Llama, Mistral, Qwen2, Qwen3 or GPT-2.
+    """The model of a Hugging Face ``config.json``, or of a folder with one.
+
+    Llama, Mistral, Qwen2, Qwen3, GPT-2, and the mixtures of experts Mixtral, Qwen3-MoE and gpt-oss.
 
     Args:
         dtype: of the weights; None takes the configuration's, or bfloat16 if it has none.
@@ -310,14 +379,33 @@ def from_config(path: str | Path, dtype: torch.dtype | None = None) -> ModelShap
     if kind not in _KINDS:
         raise ValueError(
             f"model_type={kind!r} in {printable(file)} must be one of {', '.join(_KINDS)}; plan another dense model by "
-            "its number of parameters; a mixture of experts cannot be planned"
+            "its number of parameters; no other mixture of experts can be planned"
         )
     config = _Config(given, printable(file))
-    config.refuse_experts()
     name, weights = printable(file.parent.name or kind), dtype or config.dtype()
+    if kind in _EXPERTS:
+        return _mixture_of(config, kind).shape(name, weights)
+    config.refuse_experts()
     if kind == "gpt2":
         return _gpt2_of(config, name, weights)
     return _llama_of(config, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3").shape(name, weights)
+
+
+def _mixture_of(config: _Config, kind: str) -> LlamaSizes:
+    """All layers have experts: others are not known here."""
+    if config.size("decoder_sparse_step", 1) > 1 or config.given.get("mlp_only_layers"):
+        raise ValueError(
+            f"{config.file}: decoder_sparse_step and mlp_only_layers must be absent, 1 and []: only models whose "
+            "layers all have experts can be planned"
+        )
+    count, intermediate = _EXPERTS[kind]
+    sizes = _llama_of(config, qkv_bias=False, qk_norm=kind == "qwen3_moe", intermediate=intermediate)
+    experts, chosen = config.size(count), config.size("num_experts_per_tok")
+    if chosen > experts:
+        raise ValueError(
+            f"{config.file}: num_experts_per_tok={chosen} must be at most {count}={experts}; correct one of them"
+        )
+    return replace(sizes, experts=experts, chosen=chosen, biased=kind == "gpt_oss")
 
 
 def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
@@ -361,13 +449,13 @@ def _gpt2_of(config: _Config, name: str, dtype: torch.dtype) -> ModelShape:
     )
 
 
-def _llama_of(config: _Config, *, qkv_bias: bool, qk_norm: bool) -> LlamaSizes:
+def _llama_of(config: _Config, *, qkv_bias: bool, qk_norm: bool, intermediate: str = "intermediate_size") -> LlamaSizes:
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if config.given.get("head_dim") is None:
         config.divisor("num_attention_heads", heads, of="hidden_size")
     return LlamaSizes(
         hidden=hidden,
-        intermediate=config.size("intermediate_size"),
+        intermediate=config.size(intermediate),
         layers=config.size("num_hidden_layers"),
         heads=heads,
         kv_heads=config.divisor("num_key_value_heads", heads, of="num_attention_heads"),
@@ -381,7 +469,13 @@ def _llama_of(config: _Config, *, qkv_bias: bool, qk_norm: bool) -> LlamaSizes:
     )
 
 
-_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+_EXPERTS = {
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    "gpt_oss": ("num_local_experts", "intermediate_size"),
+}
+"""The keys of a layer's number of experts, and of their width."""
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "gpt2", *_EXPERTS)
 _DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers writes the first from version 4.56 on
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -437,7 +531,7 @@ class _Config:
         return _DTYPES[value]
 
     def refuse_experts(self) -> None:
-        """Refuse a mixture of experts: the experts of a token are not known."""
+        """Refuse a mixture of experts under the name of a dense model."""
         for key in _EXPERT_KEYS:
             if (value := self.given.get(key)) not in (None, 0, 1):
                 raise ValueError(

@@ -304,7 +304,7 @@ def forward_seconds(
     times = []
     for indices in blocks:
         specs = model.params[indices.start : indices.stop]
-        elements = sum(spec.numel for spec in specs if len(spec.shape) > 1 and spec.name not in model.embeddings)
+        elements = sum(model.multiplied(spec) for spec in specs)
         times.append(seconds(2.0 * elements + (attention * len(indices) if indices[0] in repeated else 0.0)))
     return times, seconds(2.0 * sum(spec.numel for spec in model.params if spec.name == model.tied))
 
