@@ -436,6 +436,9 @@ def test_row_dims_choose_the_view() -> None:
     options = Options(policy="zero_offload", min_offload_size=1, row_dims={"a.*": 2, "*": 1})
     assert [param.row_dims for param in make_plan(named, options).params] == [2, 1, 1, 1]
     assert Options(row_dims=options.row_dims).row_dims == options.row_dims
+    assert Options(row_dims=("a.*=2", "*=1")).row_dims == options.row_dims  # as a command line has it
+    (of_all,) = make_plan(named[:1], options).params  # a later pattern that matches, too, is no error
+    assert of_all.row_dims == 2
 
 
 @pytest.mark.parametrize(
@@ -443,7 +446,8 @@ def test_row_dims_choose_the_view() -> None:
     [
         ({"experts": 3}, None, r"does not fit experts of shape \[8, 40, 48\]: rows combine 1 to 2"),
         ({"expert": 2}, None, "has the pattern 'expert', which matches no parameter .*these are 'experts'"),
-        ({"experts": 2}, ShardedBy(dim=1, rank=0, ranks=2), "shard along dimension 0 or 2 alone"),
+        ({"experts": 2}, ShardedBy(dim=1, rank=0, ranks=2), "shard along dimension 0 or 2 alone, evenly"),
+        ({"experts": 2}, ShardedBy(dim=0, rank=0, ranks=3), "shard along dimension 0 or 2 alone, evenly"),
         ({"experts": 2}, ShardedBy(dim=0, rank=0, ranks=2, pieces=2), "shard along dimension 0 or 2 alone"),
     ],
 )
@@ -463,3 +467,10 @@ def test_shards_of_a_stack(dim: int, offloaded: bool, shape: tuple[int, ...]) ->
     (param,) = make_plan([spec], Options(policy="zero_offload", min_offload_size=1)).params
     assert (param.offloaded, param.shape, param.row_dims) == (offloaded, shape, 1 if dim == 1 else 2)
     assert param.slices * param.length == math.prod(shape)
+
+
+def test_stack_that_ranks_divide_unevenly_keeps_its_rows() -> None:
+    """Three experts on two ranks: a DTensor of all rows would divide them by half."""
+    spec = ParamSpec("experts", (3, 40, 48), torch.float32, sharded=ShardedBy(dim=0, rank=0, ranks=2))
+    (param,) = make_plan([spec], Options(policy="zero_offload", min_offload_size=1)).params
+    assert param.row_dims == 1

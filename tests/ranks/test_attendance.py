@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import DistNetworkError, HashStore, Store
 
-from zenflow_compile.runtime.ranks.attendance import Attendance, Member, RankError, wait_for_all
+from zenflow_compile.runtime.ranks.attendance import Attendance, Member, RankError, making_groups, wait_for_all
 
 SECONDS = timedelta(seconds=7)
 
@@ -63,6 +63,16 @@ def test_ended_processes_are_seen() -> None:
 def test_ended_processes_elsewhere_are_not_known(place: str) -> None:
     process = ended()
     assert not Member.own()._replace(pid=process.pid, **{place: "another"}).has_ended()
+    process.wait()
+
+
+def test_ended_rank_is_named_where_groups_are_made() -> None:
+    own, process = Member.own(), ended()
+    with (
+        pytest.raises(RankError, match=r"rank 2 is gone, while ranks create .*Rank 0 made .*: closed by peer"),
+        making_groups(0, [own, own, own._replace(pid=process.pid)]),
+    ):
+        raise RuntimeError("closed by peer")
     process.wait()
 
 

@@ -147,13 +147,18 @@ def _check_workers(name: str, value: Any) -> int | float | tuple[int, ...]:
 
 
 def _check_row_dims(name: str, value: Any) -> tuple[tuple[str, int], ...]:
-    """Patterns of names, with numbers of dimensions."""
+    """Patterns of names, with numbers of dimensions; as text ``pattern=number``, from a command line."""
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, (list, tuple)) and texts and all(isinstance(each, str) and "=" in each for each in texts):
+        pairs = [each.strip().rpartition("=") for each in texts]
+        value = {pattern: int(count) if count.isdigit() else count for pattern, _, count in pairs}
     if not isinstance(value, Mapping):
         try:  # as it is stored
             value = dict(value)
         except (TypeError, ValueError):
             raise TypeError(
-                f"{name}={value!r} must be a dict of patterns of names, such as {{'*.experts.*': 2}}, or None"
+                f"{name}={value!r} must be a dict of patterns of names, such as {{'*.experts.*': 2}}, text such as "
+                "'*.experts.*=2', or None"
             ) from None
     for pattern in value:
         if not isinstance(pattern, str):

@@ -139,7 +139,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
     first = len(plan.params)
     subgroup = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
-    kinds = Kinds(_with_views(specs, options, extends=first > 0), options)
+    kinds = Kinds(with_views(specs, options, extends=first > 0), options)
     layout = lay_out(kinds, options, extends=first > 0, subgroup=subgroup)
     new = [kinds.plan(index, layout) for index in range(len(specs))]
     phases = _phases([param.whole for param in plan.params], new)
@@ -345,10 +345,11 @@ def check_state_forms(plans: _Plans, options: Options) -> None:
     offloaded = [plan for plan in plans if plan.offloaded]
     for plan in offloaded:
         if plan.moments == "fp8" and plan.length < QUANTIZATION_BLOCK:
+            other_view = ", or row_dims, if it is a stack of matrices" if len(plan.shape) > 2 else ""
             raise ValueError(
                 f'state_dtype="fp8" needs slices of {QUANTIZATION_BLOCK} elements or more, and those of {plan.name} '
                 f'have {plan.length}; pass state_dtype="bf16", or min_offload_size={plan.numel + 1}, which keeps '
-                "parameters of this size on the device"
+                f"parameters of this size on the device{other_view}"
             )
     on_host = [plan for plan in offloaded if plan.deferred]
     if options.split_master and on_host and not any(plan.dtype == BFLOAT16 for plan in on_host):
@@ -429,12 +430,17 @@ def _row_dims(spec: ParamSpec) -> int:
 
 
 def _keeps_view(spec: ParamSpec, row_dims: int) -> bool:
-    """Whether what sharding leaves on a rank are consecutive rows, or columns, of the 2-D view."""
+    """Whether what sharding leaves on a rank are as many consecutive rows, or columns, of the 2-D view as on others.
+
+    Hazard: a DTensor of a value for each row divides rows, and not the dimension that FSDP2 divides.
+    """
     by = spec.sharded
-    return by is None or row_dims == 1 or (by.pieces == 1 and by.dim in (0, row_dims))
+    if by is None or row_dims == 1:
+        return True
+    return by.pieces == 1 and by.dim in (0, row_dims) and spec.shape[by.dim] % by.ranks == 0
 
 
-def _with_views(specs: Sequence[ParamSpec], options: Options, *, extends: bool) -> Sequence[ParamSpec]:
+def with_views(specs: Sequence[ParamSpec], options: Options, *, extends: bool) -> Sequence[ParamSpec]:
     """Give parameters the views of ``row_dims``.
 
     Raises ValueError for a view that does not fit, and for a pattern without a parameter, unless a plan is extended.
@@ -442,18 +448,19 @@ def _with_views(specs: Sequence[ParamSpec], options: Options, *, extends: bool) 
     if options.row_dims is None:
         return specs
     stacks = [spec for spec in specs if len(spec.shape) > 2]
-    unused = dict(options.row_dims)
+    used: set[str] = set()
     found: dict[str, int] = {}
     for spec in stacks:
-        match = next(((each, count) for each, count in options.row_dims if fnmatchcase(spec.name, each)), None)
-        if match is not None:
-            _check_view(spec, *match)
-            unused.pop(match[0], None)
-            found[spec.name] = match[1]
+        matches = [(each, count) for each, count in options.row_dims if fnmatchcase(spec.name, each)]
+        used.update(each for each, _ in matches)
+        if matches:
+            _check_view(spec, *matches[0])
+            found[spec.name] = matches[0][1]
+    unused = [each for each, _ in options.row_dims if each not in used]
     if unused and not extends:
         names = ", ".join(repr(spec.name) for spec in stacks[:3]) or "none"
         raise ValueError(
-            f"row_dims has the pattern {next(iter(unused))!r}, which matches no parameter of three or more dimensions "
+            f"row_dims has the pattern {unused[0]!r}, which matches no parameter of three or more dimensions "
             f"(these are {names}{', ...' if len(stacks) > 3 else ''}); leave it out, or pass model.named_parameters()"
         )
     return [replace(spec, row_dims=found.get(spec.name)) for spec in specs]
@@ -465,8 +472,8 @@ def _check_view(spec: ParamSpec, pattern: str, count: int) -> None:
         raise ValueError(f"{unfit}: rows combine 1 to {len(spec.shape) - 1} of its dimensions, and columns the others")
     if not _keeps_view(spec, count):
         raise ValueError(
-            f"{unfit}, which is sharded so that a rank does not have consecutive rows or columns of that view; leave "
-            f"it out, or shard along dimension 0 or {count} alone"
+            f"{unfit}, which is sharded so that a rank does not have as many consecutive rows or columns of that view "
+            f"as the others; leave it out, or shard along dimension 0 or {count} alone, evenly"
         )
 
 

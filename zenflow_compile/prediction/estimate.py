@@ -20,7 +20,7 @@ from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, HOST_PASS_
 from zenflow_compile.performance.memory import MemoryNeeds, activation_bytes
 from zenflow_compile.planning.cached_state import file_window_bytes, resident_in_window
 from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan, Plan
-from zenflow_compile.planning.planners import Kinds, Layout, Side, check_state_forms, lay_out
+from zenflow_compile.planning.planners import Kinds, Layout, Side, check_state_forms, lay_out, with_views
 from zenflow_compile.planning.weight_memory import RING_BLOCKS, WeightMemory
 from zenflow_compile.prediction.forecast import (
     Forecast,
@@ -149,7 +149,8 @@ class Estimator:
         self._forwards, self._head = forward_seconds(
             scenario.hardware, scenario.model, scenario.tokens, [indices for _, indices in self._named]
         )
-        self._kinds = Kinds(scenario.model.params, scenario.options)
+        specs = with_views(scenario.model.params, scenario.options, extends=True)
+        self._kinds = Kinds(specs, scenario.options)
         self._of_options: dict[tuple[object, ...], Kinds] = {}
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._weights: dict[tuple[object, ...], tuple[WeightMemory | None, Sequence[bool]]] = {}

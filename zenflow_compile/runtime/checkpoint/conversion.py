@@ -98,7 +98,7 @@ def convert(
         ValueError: the update window is not empty, and ``weight`` is not the one that belongs to it.
     """
     found, new_weight = dict(entry), None
-    if int(entry.get("open", 0)) or bool((entry.get("visible_at", torch.empty(0)) != NONE).any()):
+    if has_open_window(entry):
         before = _shown_weight(saved, entry)
         if not torch.equal(weight.detach().cpu().reshape(saved.shape), before):
             raise ValueError(
@@ -120,6 +120,11 @@ def convert(
         found["mask"] = torch.zeros((plan.slices, 1), dtype=torch.bool)
         found["mask"][selection.best_slices(places.float(), plan.k, plan.groups).long()] = True
     return found, new_weight
+
+
+def has_open_window(entry: Mapping[str, Any]) -> bool:
+    """Whether gradients wait in the update window, or an update is not visible yet."""
+    return bool(int(entry.get("open", 0)) or (entry.get("visible_at", torch.empty(0)) != NONE).any())
 
 
 def have_one_layout(plan: ParamPlan, saved: ParamPlan) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.planning.planners import shard_of
 from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.checkpoint.conversion import convert, have_one_layout, saved_plan
+from zenflow_compile.runtime.checkpoint.conversion import convert, has_open_window, have_one_layout, saved_plan
 from zenflow_compile.runtime.checkpoint.format import (
     ADAMW,
     CHOSEN,
@@ -114,6 +114,13 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         if isinstance(param := engine.params[index], LocalShard):
             param.follow()  # its weight is compared below, and may have been loaded as other memory
             _check_model_shape(_Part(entries[index], repr(plan.name)), tuple(param.sharded.shape))
+            if param.by.dim not in (0, saved_before.row_dims) and has_open_window(entries[index]):
+                raise ValueError(
+                    f"the state dict was saved in the middle of an update window of {plan.name!r}, whose rows were its "
+                    f"first {saved_before.row_dims} dimensions, and the model is sharded along dimension "
+                    f"{param.by.dim}, which divides neither these rows nor columns as a whole; call "
+                    "optimizer.flush() before the state is saved"
+                )
             saved_before = shard_of(saved_before, param.by)
             entries[index] = local_entry(saved_before, param, entries[index])
             plan = own

@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -112,6 +112,19 @@ def wait_for_all(store: torch._C._distributed_c10d.Store, rank: int, keys: list[
         raise RankError(
             f"{ranks_text(missing, 'has', 'have')} not created an optimizer within {timeout.total_seconds():g} s, as "
             f"rank {rank} has: all ranks that train a model do, in the same order"
+        ) from error
+
+
+@contextmanager
+def making_groups(rank: int, processes: Sequence[Member]) -> Iterator[None]:
+    """Raise RankError where a process group of the block cannot be made: who of ``processes`` has ended is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        gone = [place for place, process in enumerate(processes) if process.has_ended()]
+        raise RankError(
+            f"{ranks_text(gone, 'is', 'are')} gone, while ranks create their optimizers. Rank {rank} made a process "
+            f"group: {error}"
         ) from error
 
 

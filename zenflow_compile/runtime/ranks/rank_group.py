@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Plan
-from zenflow_compile.runtime.ranks.attendance import Attendance, Member, RankError
+from zenflow_compile.runtime.ranks.attendance import Attendance, Member, RankError, making_groups
 from zenflow_compile.runtime.ranks.shard_reductions import ShardReductions
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.torch_internals import torch_private
@@ -186,11 +186,12 @@ class RankGroup:
         self._timeout = torch_private.group_timeout(group, device)
         self._to_close: list[dist.ProcessGroup] = []
         backend = "gloo" if device.type == "cpu" else dist.get_backend(group)
-        self._messages = self._new_group([everyone], "gloo")
-        self._data = self._across = self._sums = self._new_group(copies, backend)
-        if self.replicas > 1:
-            self._across = self._new_group(list(zip(*copies, strict=True)), backend)
-            self._sums = self._new_group([everyone], backend)
+        with making_groups(self.message_rank, processes):
+            self._messages = self._new_group([everyone], "gloo")
+            self._data = self._across = self._sums = self._new_group(copies, backend)
+            if self.replicas > 1:
+                self._across = self._new_group(list(zip(*copies, strict=True)), backend)
+                self._sums = self._new_group([everyone], backend)
         # What FSDP2 sends through its groups has the same order on all their ranks, and so has what is added up.
         self._shards = {torch_private.ranks_of(group): group for group in shards}
         store = torch_private.shared_store(f"zenflow/{self._messages.group_name}/{self.number}")
