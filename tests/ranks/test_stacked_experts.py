@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -110,3 +113,25 @@ def views(rank: int, dim: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("dim", "view"), [(0, (2, 34, 32)), (2, (2, 68, 16)), (1, (1, 544, 2))])
 def test_view_of_a_sharded_stack(two_ranks: RankProcesses, dim: int, view: tuple[int, int, int]) -> None:
     assert two_ranks.call(views, dim) == [view, view]
+
+
+def load_across_rows(rank: int, options: dict[str, Any]) -> None:
+    """Load a state that was saved whole into a model that is sharded along the second dimension."""
+    whole = StateDictOptions(full_state_dict=True)
+    model = stacked()
+    saving = optimizer_over(model, options, "", process_group=dist.group.WORLD)
+    steps(model, saving, 0, 2, rank, 2)
+    weights, state = copy.deepcopy(get_state_dict(model, saving, options=whole))
+    saving.close()  # writes the weights
+    model = sharded(stacked, shard_placement_fn=along(1))
+    with optimizer_over(model, options, "") as loading:
+        set_model_state_dict(model, weights, options=whole)
+        set_optimizer_state_dict(model, loading, state, options=whole)
+        steps(model, loading, 2, 4, rank, 2)
+
+
+@pytest.mark.filterwarnings("ignore:the state of .* was saved with other options:UserWarning")
+def test_state_of_rows_that_no_rank_has_is_refused(two_ranks: RankProcesses) -> None:
+    for outcome in two_ranks.outcomes(load_across_rows, WINDOWED["re-selecting"]):
+        assert "whose rows were its first 2 dimensions, and the model is sharded along dimension 1" in str(outcome)
+    two_ranks.call(load_across_rows, ALL_POLICIES["zero_offload"])

@@ -114,12 +114,14 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         if isinstance(param := engine.params[index], LocalShard):
             param.follow()  # its weight is compared below, and may have been loaded as other memory
             _check_model_shape(_Part(entries[index], repr(plan.name)), tuple(param.sharded.shape))
-            if param.by.dim not in (0, saved_before.row_dims) and has_open_window(entries[index]):
+            if param.by.dim not in (0, saved_before.row_dims) and (
+                saved_before.selects or has_open_window(entries[index])
+            ):
                 raise ValueError(
-                    f"the state dict was saved in the middle of an update window of {plan.name!r}, whose rows were its "
-                    f"first {saved_before.row_dims} dimensions, and the model is sharded along dimension "
-                    f"{param.by.dim}, which divides neither these rows nor columns as a whole; call "
-                    "optimizer.flush() before the state is saved"
+                    f"the state dict was saved with slices of {plan.name!r} whose rows were its first "
+                    f"{saved_before.row_dims} dimensions, and the model is sharded along dimension {param.by.dim}, "
+                    "which divides neither these rows nor columns as a whole; load it where the model is not sharded "
+                    "like this, with row_dims of 1 for this parameter, and save it again"
                 )
             saved_before = shard_of(saved_before, param.by)
             entries[index] = local_entry(saved_before, param, entries[index])
