@@ -130,6 +130,7 @@ def load_across_rows(rank: int, options: dict[str, Any]) -> None:
         steps(model, loading, 2, 4, rank, 2)
 
 
+@pytest.mark.tier2
 @pytest.mark.filterwarnings("ignore:the state of .* was saved with other options:UserWarning")
 def test_state_of_rows_that_no_rank_has_is_refused(two_ranks: RankProcesses) -> None:
     for outcome in two_ranks.outcomes(load_across_rows, WINDOWED["re-selecting"]):
