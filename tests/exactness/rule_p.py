@@ -65,7 +65,7 @@ class SplitParam:
 
     def slices(self, tensor: Tensor) -> Tensor:
         """A view ``[slices, length]``."""
-        matrix = tensor.view(tensor.shape[0], -1)
+        matrix = tensor.view(tensor.shape[: self.plan.row_dims].numel(), -1)
         return matrix if self.plan.dim == 0 else matrix.t()
 
     def write(self, mask: Tensor, values: Tensor) -> None:
