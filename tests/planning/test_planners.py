@@ -469,7 +469,7 @@ def test_shards_of_a_stack(dim: int, offloaded: bool, shape: tuple[int, ...]) ->
     assert param.slices * param.length == math.prod(shape)
 
 
-def test_stack_that_ranks_divide_unevenly_keeps_its_rows() -> None:
+def test_uneven_stack_keeps_its_rows() -> None:
     """Three experts on two ranks: a DTensor of all rows would divide them by half."""
     spec = ParamSpec("experts", (3, 40, 48), torch.float32, sharded=ShardedBy(dim=0, rank=0, ranks=2))
     (param,) = make_plan([spec], Options(policy="zero_offload", min_offload_size=1)).params
