@@ -66,6 +66,6 @@ def update_slices(members: Sequence[Member]) -> None:
     for offloaded in params:
         if (home := offloaded.weights.home) is not None and home.loaded and offloaded.weights.put_into_slices():
             home.load()
-    if scored := [each for each in params if each.plan.selects]:
+    if scored := [each for each in params if each.device.selects]:
         finals = [UNSCALED if (record := each.shown.record) is None else record.final for each in scored]
         feed_scores([each.device for each in scored], [final.unscale for final in finals])
