@@ -209,6 +209,10 @@ _qwen3 = partial(
     LlamaSizes, source=_QWEN3, kv_heads=8, head_dim=_HEAD_DIM, vocabulary=151936, context=40960, qk_norm=True
 )
 _mistral = partial(LlamaSizes, source=_MISTRAL, kv_heads=8, head_dim=_HEAD_DIM)
+_mixtral = partial(LlamaSizes, source=_MIXTRAL, kv_heads=8, vocabulary=32000, context=32768, experts=8, chosen=2)
+_gpt_oss = partial(
+    LlamaSizes, source=_GPT_OSS, kv_heads=8, vocabulary=201088, context=131072, experts=32, chosen=4, biased=True
+)
 _gemma2 = partial(LlamaSizes, source=_GEMMA2, vocabulary=256000, context=8192, tied=True, sandwich_norms=True)
 
 MODELS: Mapping[str, LlamaSizes] = {
@@ -268,36 +272,9 @@ MODELS: Mapping[str, LlamaSizes] = {
     "qwen3-8b": _qwen3(hidden=4096, intermediate=12288, layers=36, heads=32),
     "qwen3-14b": _qwen3(hidden=5120, intermediate=17408, layers=40, heads=40),
     "qwen3-32b": _qwen3(hidden=5120, intermediate=25600, layers=64, heads=64),
-    "mixtral-8x7b": LlamaSizes(
-        hidden=4096,
-        intermediate=14336,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=_HEAD_DIM,
-        vocabulary=32000,
-        context=32768,
-        experts=8,
-        chosen=2,
-        source=_MIXTRAL,
-    ),
-    "qwen3-30b-a3b": replace(
-        _qwen3(hidden=2048, intermediate=768, layers=48, heads=32), kv_heads=4, experts=128, chosen=8
-    ),
-    "gpt-oss-20b": LlamaSizes(
-        hidden=2880,
-        intermediate=2880,
-        layers=24,
-        heads=64,
-        kv_heads=8,
-        head_dim=64,
-        vocabulary=201088,
-        context=131072,
-        experts=32,
-        chosen=4,
-        biased=True,
-        source=_GPT_OSS,
-    ),
+    "mixtral-8x7b": _mixtral(hidden=4096, intermediate=14336, layers=32, heads=32, head_dim=_HEAD_DIM),
+    "qwen3-30b-a3b": _qwen3(hidden=2048, intermediate=768, layers=48, heads=32, kv_heads=4, experts=128, chosen=8),
+    "gpt-oss-20b": _gpt_oss(hidden=2880, intermediate=2880, layers=24, heads=64, head_dim=64),
 }
 """Configurations by name, with their source. ``dos-*`` are the models of the Deep Optimizer States paper (Table 2) as
 its authors ran them. Their names are nominal: the logs count 5.95, 9.14, 9.92, 11.32 and 15.33 billion parameters."""

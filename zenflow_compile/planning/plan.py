@@ -280,8 +280,8 @@ class ParamPlan:
         return self if divided is None else divided.whole
 
     @property
-    def held(self) -> ParamPlan:
-        """The plan of the parameter that this rank has the weight of: the whole one, unless the model is sharded."""
+    def of_weight(self) -> ParamPlan:
+        """The plan of the weight that this rank stores: of the whole parameter, or of the shard of a sharded model."""
         return self if self.share is None else self.share.whole
 
     @property
@@ -292,7 +292,7 @@ class ParamPlan:
 
     @property
     def slice_dim(self) -> int:
-        """The first dimension of ``shape`` along which slices follow each other."""
+        """The dimension of ``shape`` whose indices divide the slices: the first one of the rows, or of the columns."""
         return 0 if self.dim == 0 else self.row_dims
 
     @property

@@ -74,7 +74,7 @@ class ShardedBy:
         return tensor.narrow(self.dim, part.start, len(part))
 
     def leaves_slices(self, shape: tuple[int, ...], row_dims: int) -> bool:
-        """Whether each rank has consecutive rows or columns of a parameter of this shape, and so of its state."""
+        """Return whether each rank has consecutive rows or columns of a parameter of this shape, and enough of them."""
         even, divides = self.uneven is None, self.dim in (0, row_dims)
         each = math.prod(shape[1:row_dims]) if self.dim == 0 else 1  # rows of an index
         return even and divides and each * len(self.part(shape[self.dim], self.ranks - 1)) >= _LEAST_SLICES
@@ -416,9 +416,9 @@ _LEAST_SIDE = 32
 def _row_dims(spec: ParamSpec) -> int:
     """How many dimensions the rows of a parameter's 2-D view combine: two, for a stack of matrices, or one.
 
-    Experts of a layer are ``[experts, out, in]`` or ``[experts, in, out]``, fewer than either side of a matrix. A
-    convolution's kernel in one dimension, ``[out, in, taps]``, would need more taps, and more input channels, than it
-    has output channels, to look like them.
+    The experts of a layer are ``[experts, out, in]`` or ``[experts, in, out]``, and mostly fewer than a matrix has rows
+    or columns. The kernel of a convolution, ``[out, in, taps]``, has that shape only with as many taps, and as many
+    input channels, as output channels.
     """
     if spec.row_dims is not None:
         return spec.row_dims
@@ -430,9 +430,10 @@ def _row_dims(spec: ParamSpec) -> int:
 
 
 def _keeps_view(spec: ParamSpec, row_dims: int) -> bool:
-    """Whether what sharding leaves on a rank are as many consecutive rows, or columns, of the 2-D view as on others.
+    """Return whether each rank has equally many consecutive rows, or columns, of the 2-D view.
 
-    Hazard: a DTensor of a value for each row divides rows, and not the dimension that FSDP2 divides.
+    Hazard: a state dict has a DTensor with a value for each row. PyTorch divides it by rows, and the parameter by its
+    dimension: both are the same only if the division is even.
     """
     by = spec.sharded
     if by is None or row_dims == 1:

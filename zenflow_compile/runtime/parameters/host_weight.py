@@ -50,7 +50,7 @@ class HostWeight:
     ) -> None:
         self.plan = plan = values.plan
         self.param = param
-        self.nbytes = plan.weight_bytes  # computed once: each load asks several times
+        self.nbytes, self._shape = plan.weight_bytes, plan.matrix_shape  # computed once: each load asks several times
         self.values = values
         self.served = False
         self.loaded = True
@@ -165,7 +165,7 @@ class HostWeight:
     @property
     def _matrix(self) -> Tensor:
         """The parameter's memory as [rows, columns]."""
-        return self.param.data.view(self.plan.matrix_shape)  # ``.data`` has a version counter of its own
+        return self.param.data.view(self._shape)  # ``.data`` has a version counter of its own
 
     def hold(self) -> None:
         """Stay loaded until the next optimizer step, for code that may write the weight."""

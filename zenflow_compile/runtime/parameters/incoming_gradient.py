@@ -180,7 +180,7 @@ class IncomingGradient:
             )
         matrix = grad.detach() if grad.requires_grad else grad
         if matrix.dim() != 2:
-            matrix = matrix.reshape(self.plan.held.matrix_shape)
+            matrix = matrix.reshape(self.plan.of_weight.matrix_shape)
         return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
     def _add(self, record: GradientRecord, matrix: Tensor) -> None:

@@ -184,7 +184,7 @@ class ShownGradient(GradientSource):
             order.follow()
         self.parts.transport.device_memory.bring_back()
         values = torch.empty(self.like.shape, dtype=self.like.dtype, device=self.like.device)
-        whole, share = values.view(self.plan.held.matrix_shape), self.plan.share
+        whole, share = values.view(self.plan.of_weight.matrix_shape), self.plan.share
         if share is None:
             self._copy_out(whole, record)
             return values
@@ -221,9 +221,9 @@ class ShownGradient(GradientSource):
 
     def norm_of_values(self, values: Tensor) -> Tensor:
         """f32[], L2 norm of a dense gradient, the same bits as before it became dense."""
-        held = self.plan.held
-        matrix = values.reshape(held.matrix_shape)
-        (norm,) = column_ops.norms_of_slices([column_ops.column_norms(matrix.contiguous(), held.dim)])
+        plan = self.plan.of_weight
+        matrix = values.reshape(plan.matrix_shape)
+        (norm,) = column_ops.norms_of_slices([column_ops.column_norms(matrix.contiguous(), plan.dim)])
         return norm
 
     def give_up(self, record: GradientRecord) -> None:

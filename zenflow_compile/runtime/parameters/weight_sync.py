@@ -65,7 +65,7 @@ class Weights:
                 errors.refuse_changed(self._param, self._plan, whole.device)
             share = self._plan.share
             try:
-                whole = self._param.data.view(self._plan.held.matrix_shape)
+                whole = self._param.data.view(self._plan.of_weight.matrix_shape)
             except RuntimeError:
                 errors.refuse_reordered(self._plan.name)
             self._whole, self._matrix = whole, whole if share is None else share.view(whole)

@@ -117,7 +117,7 @@ def wait_for_all(store: torch._C._distributed_c10d.Store, rank: int, keys: list[
 
 @contextmanager
 def making_groups(rank: int, processes: Sequence[Member]) -> Iterator[None]:
-    """Raise RankError where a process group of the block cannot be made: who of ``processes`` has ended is gone."""
+    """Name the ranks whose ``processes`` have ended if a process group of the block cannot be made: RankError."""
     try:
         yield
     except RuntimeError as error:

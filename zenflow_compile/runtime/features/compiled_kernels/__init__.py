@@ -77,4 +77,4 @@ class CompiledKernels(Feature):
 def _shapes(plan: ParamPlan) -> Hashable:
     """What the launches of a plan depend on."""
     alone = replace(plan, index=0, name="", phase=0, pool=None, share=None, flat=None, shard=None)
-    return alone, None if plan.share is None else (plan.held.matrix_shape, plan.held.dim, plan.share.parts)
+    return alone, None if plan.share is None else (plan.of_weight.matrix_shape, plan.of_weight.dim, plan.share.parts)

@@ -27,7 +27,7 @@ def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[],
     Args:
         host_weights: ``offload_weights`` may put its weight into host memory.
     """
-    whole = torch.empty(plan.held.matrix_shape, dtype=plan.dtype, device=_META)
+    whole = torch.empty(plan.of_weight.matrix_shape, dtype=plan.dtype, device=_META)
     matrix = whole if plan.share is None else plan.share.view(whole)
     # Of a share, the weight's slices lie apart in it, and the gradient comes from the ranks as a block.
     gradient = matrix if plan.share is None else torch.empty(plan.slices, plan.length, dtype=plan.dtype, device=_META)
