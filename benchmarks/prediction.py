@@ -15,7 +15,7 @@ from zenflow_compile.measure.disk import disk_rates
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.equations import stride_of, update_stride
 from zenflow_compile.performance.hardware import Hardware, hardware_of
-from zenflow_compile.performance.models import ModelShape, flops_per_token
+from zenflow_compile.performance.model_shape import ModelShape, flops_per_token
 from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.prediction.forecast import stride_rates
 from zenflow_compile.prediction.simulate import simulate

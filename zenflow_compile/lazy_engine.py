@@ -341,7 +341,7 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     """Let the performance model choose the options that are left to it, from measurements of this machine."""
     if not _chosen_by_model(options):
         return options
-    from zenflow_compile.performance.models import shape_of
+    from zenflow_compile.performance.model_shape import shape_of
     from zenflow_compile.prediction import (  # import sympy, which takes a third of a second
         auto_policy,
         forecast,

@@ -18,7 +18,7 @@ from zenflow_compile.backend import split_backend_options
 from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import shape_of
+from zenflow_compile.performance.model_shape import shape_of
 from zenflow_compile.planning import cached_state
 from zenflow_compile.prediction import auto_policy
 from zenflow_compile.prediction.forecast import Scenario

@@ -14,7 +14,7 @@ from tests.support.training import Training, assert_same
 from zenflow_compile import lazy_engine
 from zenflow_compile.performance.equations import NEVER, stride_of, update_stride
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import shape_of
+from zenflow_compile.performance.model_shape import shape_of
 from zenflow_compile.prediction.forecast import WORTH_IT, forecast
 from zenflow_compile.prediction.strides import fastest_stride
 from zenflow_compile.runtime.checkpoint.format import chosen

@@ -14,7 +14,7 @@ from tests.support.machines import layers, llama, machine
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.memory import needs_of
-from zenflow_compile.performance.models import shape_of
+from zenflow_compile.performance.model_shape import shape_of
 from zenflow_compile.planning.planners import divide, make_plan
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena

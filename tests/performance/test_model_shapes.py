@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from zenflow_compile.performance.models import MODELS, flops_per_token, from_config, model, of_size
+from zenflow_compile.performance.model_shape import flops_per_token
+from zenflow_compile.performance.models import MODELS, from_config, model, of_size
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import repeated_blocks
 
@@ -51,6 +52,8 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
+    "flux.1-dev": 11_901_408_320,
+    "sd3.5-large": 8_056_627_520,
 }
 
 LLAMA = {
@@ -90,7 +93,10 @@ def test_parameter_counts_are_as_published(name: str) -> None:
     assert model(name).numel == pytest.approx(PUBLISHED[name], rel=tolerance)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+DIFFUSION = ("flux.1-dev", "sd3.5-large")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in DIFFUSION])
 def test_layers_are_the_repeated_blocks(name: str) -> None:
     shape = model(name)
     found = repeated_blocks([spec.shape for spec in shape.params])
@@ -148,6 +154,30 @@ def test_experts_are_those_of_transformers(name: str) -> None:
     assert found == {spec.name: spec.shape for spec in model(name).params if spec.name.startswith(layer)}
 
 
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_work_of_an_image(name: str) -> None:
+    """One pass of an image and its text, added up stream by stream."""
+    shape, work = model(name), 0.0
+    width, image = shape.hidden, 4096
+    text = shape.context - image
+    for spec in shape.params:
+        if len(spec.shape) < 2:
+            continue
+        if spec.name.startswith("single"):
+            tokens = 1 if ".norm." in spec.name else image + text
+        elif spec.name.startswith("transformer_blocks"):
+            of_text = "_context" in spec.name or "add_" in spec.name
+            tokens = 1 if ".norm1" in spec.name else text if of_text else image
+        else:
+            tokens = {"context_embedder": text, "x_embedder": image, "pos_embed": image, "proj_out": image}.get(
+                spec.name.split(".")[0], 1
+            )
+        work += 2 * spec.numel * tokens
+    assert flops_per_token(shape, 0) * shape.context / 3 == pytest.approx(work, rel=1e-9)
+    attention = (flops_per_token(shape) - flops_per_token(shape, 0)) * shape.context / 3
+    assert attention == 4 * shape.layers * width * (image + text) ** 2
+
+
 # Configurations.
 
 
@@ -155,7 +185,7 @@ def test_experts_are_those_of_transformers(name: str) -> None:
 def test_a_configuration_with_experts(name: str, tmp_path: Path) -> None:
     shape, named = from_config(written(tmp_path, MIXTURES[name])), model(name)
     assert [(spec.name, spec.shape) for spec in shape.params] == [(spec.name, spec.shape) for spec in named.params]
-    assert (shape.active, shape.context, shape.hidden) == (named.active, named.context, named.hidden)
+    assert (shape.shares, shape.context, shape.hidden) == (named.shares, named.context, named.hidden)
 
 
 def test_a_llama_configuration(tmp_path: Path) -> None:

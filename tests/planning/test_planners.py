@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.planning.model_blocks import block_ranges, parts_without_slack, repeated_blocks
 from zenflow_compile.planning.plan import Placement, Plan
 from zenflow_compile.planning.planners import ParamSpec, ShardedBy, extend_plan, make_plan
 
@@ -107,6 +107,18 @@ def test_longest_repetition_is_found() -> None:
 def test_blocks_of_many_experts() -> None:
     block: Shapes = [*[(64, 64)] * 4, *[(768, 64), (768, 64), (64, 768)] * 128, (64,), (64,)]
     assert repeated_blocks([(300, 64), *block * 48, (64,), (300, 64)]) == (1, 390, 1 + 390 * 48)
+
+
+@pytest.mark.parametrize("between", [[], [(7, 7)]], ids=["adjacent", "apart"])
+def test_two_kinds_of_layers(between: list[tuple[int, ...]]) -> None:
+    """As in diffusion Transformers, and in encoders with decoders."""
+    double, single = [(64, 64), (64,), (256, 64)], [(64, 64), (64, 320)]
+    embedder, head = [(64, 16), (64,)], [(16, 64), (16,)]
+    shapes = [*embedder * 2, *double * 6, *between, *single * 5, *head]
+    found = [shapes[part.start : part.stop] for part in block_ranges(shapes)]
+    assert found == [embedder * 2, *[double] * 6, *([between] if between else []), *[single] * 5, head]
+    first, before, after = parts_without_slack(shapes)
+    assert (shapes[first.start : first.stop], before, shapes[after.start :]) == (double, range(4), head)
 
 
 # Policies.

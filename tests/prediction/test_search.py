@@ -15,7 +15,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.hardware import hardware as named_hardware
 from zenflow_compile.performance.memory import needs_of
-from zenflow_compile.performance.models import ModelShape, shape_of
+from zenflow_compile.performance.model_shape import ModelShape, shape_of
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec, make_plan

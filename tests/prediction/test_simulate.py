@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.support.machines import ELEMENTS, layers, llama, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import models
-from zenflow_compile.performance.models import flops_per_token
+from zenflow_compile.performance.model_shape import flops_per_token
 from zenflow_compile.performance.traffic import traffic_of
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import make_plan

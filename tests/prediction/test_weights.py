@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,13 @@ import zenflow_compile as zf
 from tests.support.machines import layers, llama, machine
 from zenflow_compile.lazy_engine import _check_offloaded_weights
 from zenflow_compile.options.options import Options
-from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.hardware import Hardware, hardware
+from zenflow_compile.performance.model_shape import ModelShape
+from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.performance.traffic import traffic_of
+from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.planning.model_blocks import block_ranges
+from zenflow_compile.planning.planners import ParamSpec
 from zenflow_compile.prediction.forecast import explain, forecast, node_plan, resolve_stride
 from zenflow_compile.prediction.predict import scenario_of
 from zenflow_compile.profiling.recording import Recording
@@ -97,6 +102,30 @@ def test_resident_parameters_of_zenflow_come_back() -> None:
     assert found["weights"]["to_host"] == kept
     assert found["weights"]["to_device"] == 2 * ALL + kept
     assert found["needs"]["host"]["weights"] == kept
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ring_smaller_than_what_does_not_repeat(recompute: bool) -> None:
+    """Matrices before the layers are loaded once more for their recomputation, as a block that does not fit."""
+    matrix = 2 * 1000 * 1000
+    stem = [ParamSpec(f"stem.{index}", (1000 + index, 1000), BFLOAT16) for index in range(6)]
+    model = layers(4)
+    model = replace(model, params=(*stem, *model.params))
+    found = predicted(model, topk_ratio=0.0, offload_weights=3 * matrix + 100_000, recompute=recompute)
+    stem_bytes = sum(2 * spec.numel for spec in stem)
+    assert found["weights"]["ring_bytes"] < stem_bytes
+    assert found["weights"]["to_device"] == 2 * found["weights"]["offloaded_bytes"] + (stem_bytes if recompute else 0)
+
+
+@pytest.mark.parametrize("name", ["flux.1-dev", "sd3.5-large"])
+def test_two_kinds_of_layers_load_by_layer(name: str) -> None:
+    """The ring is two layers, and not two of all layers that are not the most."""
+    model = named_model(name)
+    found = predicted(model, hardware("rtx-4090"), offload_weights=1.0, recompute=True, tokens=model.context)
+    blocks = block_ranges([spec.shape for spec in model.params])
+    largest = max(sum(2 * model.params[index].numel for index in block) for block in blocks)
+    assert found["weights"]["ring_bytes"] <= 2 * largest < 2 * model.numel / 10
+    assert found["weights"]["to_device"] >= 2 * found["weights"]["offloaded_bytes"]
 
 
 def test_kept_weights_are_uploaded_as_before() -> None:

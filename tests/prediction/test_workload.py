@@ -13,7 +13,7 @@ from tests.support.machines import llama, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import models
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, hardware
-from zenflow_compile.performance.models import ModelShape, flops_per_token, shape_of
+from zenflow_compile.performance.model_shape import ModelShape, flops_per_token, shape_of
 from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.plan import Plan

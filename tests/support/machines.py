@@ -8,7 +8,7 @@ from typing import Any
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.planners import ParamSpec
 from zenflow_compile.prediction.forecast import Scenario

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zenflow_compile.performance.equations import ACTIVATIONS, RECOMPUTED_ACTIVATIONS
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
 
 SLICE_BYTES = 12  # per slice of an offloaded parameter: fp32 squared norm, int32 number and position

@@ -1,73 +1,31 @@
-"""Models: their parameters in forward order, and the work of a token; by name, by size, and from a ``config.json``."""
+"""Models by name, by size, and from a ``config.json``."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zenflow_compile.checks.validate import check_flag, check_integer, nearest, printable
+from zenflow_compile.performance.diffusion import DiffusionSizes
+from zenflow_compile.performance.model_shape import ModelShape, NamedShape, specs_of
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from zenflow_compile.planning.model_blocks import repeated_blocks
-from zenflow_compile.planning.planners import ParamSpec
 
 if TYPE_CHECKING:
     import torch
 
 
-NamedShape = tuple[str, tuple[int, ...]]
-
 _EMBEDDING = "embed_tokens.weight"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A model in which every token is multiplied with all matrices but the embeddings, and with some of the experts.
+class Sizes(Protocol):
+    """The sizes of a kind of model."""
 
-    Attributes:
-        params: in forward order, with ``layers`` repeated blocks.
-        hidden: width of the residual stream, and of all attention heads together.
-        context: tokens of a sequence that attention runs over.
-        embeddings: names of the parameters in which tokens are looked up, which costs no FLOPs.
-        tied: the embedding that is also the head, at the end of the forward; None if there is none.
-        active: share of the experts, which are parameters of three dimensions, that a token is multiplied with.
-        source: source of the configuration.
-
-    Raises:
-        ValueError: ``embeddings`` names no parameter, or ``tied`` no embedding.
-    """
-
-    name: str
-    params: tuple[ParamSpec, ...]
-    layers: int
-    hidden: int
-    context: int
-    embeddings: tuple[str, ...] = ()
-    tied: str | None = None
-    active: float = 1.0
-    source: str
-
-    def __post_init__(self) -> None:
-        names = {spec.name for spec in self.params}
-        if unknown := [name for name in self.embeddings if name not in names]:
-            raise ValueError(f"embeddings={unknown!r} of {self.name!r} must be names of its params; correct them")
-        if self.tied is not None and self.tied not in self.embeddings:
-            raise ValueError(f"tied={self.tied!r} of {self.name!r} must be one of its embeddings; add it to them")
-
-    def multiplied(self, spec: ParamSpec) -> float:
-        """How many elements of a parameter a token is multiplied with, but for an embedding that is also the head."""
-        if len(spec.shape) < 2 or spec.name in self.embeddings:
-            return 0.0
-        return spec.numel * (self.active if len(spec.shape) == 3 else 1.0)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters."""
-        return sum(spec.numel for spec in self.params)
+    def shape(self, name: str, dtype: torch.dtype) -> ModelShape: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +61,7 @@ class LlamaSizes:
 
     def shape(self, name: str, dtype: torch.dtype) -> ModelShape:
         embedding = (_EMBEDDING, (self.vocabulary, self.hidden))
+        active = self.chosen / self.experts if self.experts else 1.0
         blocks = [(f"layers.{i}.{part}", shape) for i in range(self.layers) for part, shape in self._block()]
         head = [] if self.tied else [("lm_head.weight", (self.vocabulary, self.hidden))]
         return ModelShape(
@@ -113,7 +72,7 @@ class LlamaSizes:
             context=self.context,
             embeddings=(_EMBEDDING,),
             tied=_EMBEDDING if self.tied else None,
-            active=self.chosen / self.experts if self.experts else 1.0,
+            shares={part: active if len(shape) == 3 else 0.0 for part, shape in blocks if ".experts." in part},
             source=self.source,
         )
 
@@ -160,26 +119,6 @@ class LlamaSizes:
         ]
 
 
-def specs_of(params: Iterable[NamedShape], dtype: torch.dtype) -> tuple[ParamSpec, ...]:
-    """Parameters with weights of ``dtype``."""
-    return tuple(ParamSpec(name, shape, dtype) for name, shape in params)
-
-
-def flops_per_token(model: ModelShape, context: int | None = None) -> float:
-    """FLOPs of a forward and backward for one token, without recomputation.
-
-    6 per element of the matrices that a token is multiplied with (Kaplan et al., arXiv 2001.08361, Table 1), and
-    12 * layers * hidden * context for attention, as if no token were masked (PaLM, arXiv 2204.02311, appendix B).
-
-    Args:
-        context: tokens of a sequence; the model's own by default.
-    """
-    tokens = model.context if context is None else context
-    multiplied = sum(model.multiplied(spec) for spec in model.params)
-    multiplied += sum(spec.numel for spec in model.params if spec.name == model.tied)
-    return 6.0 * multiplied + 12.0 * model.layers * model.hidden * tokens
-
-
 _HEAD_DIM = 128
 _SMALLEST = 1_000_000
 
@@ -193,6 +132,11 @@ _GEMMA2 = "Gemma 2 (arXiv 2408.00118), Table 1; its published config.json"
 _GEMMA3 = "Gemma 3 (arXiv 2503.19786); its published config.json"
 _MIXTRAL = "Mixtral of Experts (arXiv 2401.04088), Table 1; its published config.json"
 _GPT_OSS = "gpt-oss model card (arXiv 2508.10925), Table 1; its published config.json"
+_FLUX = "the published transformer/config.json of FLUX.1 [dev] (2024); images of 1024 x 1024 and texts of 512 tokens"
+_SD3 = (
+    "the published transformer/config.json of Stable Diffusion 3.5 Large (2024), an MMDiT (arXiv 2403.03206); images "
+    "of 1024 x 1024 and texts of 77 tokens for CLIP and 256 for T5"
+)
 _DOS = (
     "run script of Deep Optimizer States (github.com/DataStates/artifacts, deep-optimizer-states/master-script.sh): "
     "Llama blocks with 4 heads of keys and values; of 50304 tokens, with which the parameters are those its logs count"
@@ -215,7 +159,7 @@ _gpt_oss = partial(
 )
 _gemma2 = partial(LlamaSizes, source=_GEMMA2, vocabulary=256000, context=8192, tied=True, sandwich_norms=True)
 
-MODELS: Mapping[str, LlamaSizes] = {
+MODELS: Mapping[str, Sizes] = {
     "dos-7b": _dos(hidden=4096, intermediate=11008, layers=32, heads=32, head_dim=128),
     "dos-8.3b": _dos(hidden=3072, intermediate=11008, layers=72, heads=32, head_dim=96),
     "dos-10b": _dos(hidden=4096, intermediate=12400, layers=50, heads=32, head_dim=128),
@@ -275,6 +219,12 @@ MODELS: Mapping[str, LlamaSizes] = {
     "mixtral-8x7b": _mixtral(hidden=4096, intermediate=14336, layers=32, heads=32, head_dim=_HEAD_DIM),
     "qwen3-30b-a3b": _qwen3(hidden=2048, intermediate=768, layers=48, heads=32, kv_heads=4, experts=128, chosen=8),
     "gpt-oss-20b": _gpt_oss(hidden=2880, intermediate=2880, layers=24, heads=64, head_dim=64),
+    "flux.1-dev": DiffusionSizes(
+        hidden=3072, joint=19, single=38, head_dim=128, pooled=768, text_tokens=512, guidance=True, source=_FLUX
+    ),
+    "sd3.5-large": DiffusionSizes(
+        hidden=2432, joint=38, head_dim=64, pooled=2048, text_tokens=333, convolved=True, source=_SD3
+    ),
 }
 """Configurations by name, with their source. ``dos-*`` are the models of the Deep Optimizer States paper (Table 2) as
 its authors ran them. Their names are nominal: the logs count 5.95, 9.14, 9.92, 11.32 and 15.33 billion parameters."""
@@ -515,13 +465,3 @@ class _Config:
                     f"{self.file}: {key}={value!r} must be absent: a mixture of experts cannot be planned; "
                     "plan a dense model"
                 )
-
-
-def shape_of(specs: Sequence[ParamSpec]) -> ModelShape:
-    """The shape of a model with known parameters only: repeated blocks are its layers, and attention is left out."""
-    blocks = repeated_blocks([spec.shape for spec in specs])
-    width = next((spec.shape[-1] for spec in specs if len(spec.shape) > 1), 1)
-    layers = (blocks[2] - blocks[0]) // blocks[1] if blocks else len(specs)
-    return ModelShape(
-        name="model", params=tuple(specs), layers=layers, hidden=width, context=0, source="its parameters"
-    )

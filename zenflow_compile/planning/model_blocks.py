@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import eq
+from typing import NamedTuple
 
 LONGEST_BLOCK = 512
 """Parameters of the longest block that is looked for. A block with 128 experts of three matrices has 390."""
+
+FEWEST_BLOCKS = 4
+"""Equal blocks that are layers where a model has more of others. Fewer may be embeddings of one kind."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -25,14 +29,46 @@ def repeated_blocks(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] |
     return _repeated_blocks(tuple(shapes))
 
 
+class Run(NamedTuple):
+    """Consecutive parameters, and how many of them are a block; 0: none repeats."""
+
+    indices: range
+    period: int
+
+    @property
+    def blocks(self) -> int:
+        return len(self.indices) // self.period if self.period else 0
+
+    @property
+    def parts(self) -> list[range]:
+        """Each block, or all of what does not repeat."""
+        length = self.period or len(self.indices)
+        return [self.indices[first : first + length] for first in range(0, len(self.indices), length)]
+
+
+def runs_of_blocks(shapes: Sequence[tuple[int, ...]]) -> list[Run]:
+    """Divide all parameters into runs of equal blocks, and what is between them.
+
+    A model may have several kinds of layers: before and behind the longest run, others have ``FEWEST_BLOCKS`` at least.
+    """
+
+    def divided(part: range, fewest: int) -> list[Run]:
+        found = repeated_blocks(shapes[part.start : part.stop])
+        if found is None or found[2] - found[0] < fewest * found[1]:
+            return [Run(part, 0)] if part else []
+        start, stop = part.start + found[0], part.start + found[2]
+        before, after = range(part.start, start), range(stop, part.stop)
+        return [*divided(before, FEWEST_BLOCKS), Run(range(start, stop), found[1]), *divided(after, FEWEST_BLOCKS)]
+
+    return divided(range(len(shapes)), 2)
+
+
 def block_ranges(shapes: Sequence[tuple[int, ...]]) -> list[range]:
-    """Divide all parameters: those before the repeated blocks, each block, those behind. Each alone without blocks."""
-    found = repeated_blocks(shapes)
-    if found is None:
+    """Divide all parameters: each block, and those around runs of blocks. Each alone without blocks."""
+    runs = runs_of_blocks(shapes)
+    if not any(run.blocks for run in runs):
         return [range(index, index + 1) for index in range(len(shapes))]
-    start, period, stop = found
-    blocks = [range(first, first + period) for first in range(start, stop, period)]
-    return [part for part in (range(start), *blocks, range(stop, len(shapes))) if part]
+    return [part for run in runs for part in run.parts]
 
 
 def parts_without_slack(shapes: Sequence[tuple[int, ...]]) -> tuple[range, ...]:
@@ -44,13 +80,14 @@ def parts_without_slack(shapes: Sequence[tuple[int, ...]]) -> tuple[range, ...]:
     Args:
         shapes: of the parameters, in forward order.
     """
-    if (blocks := repeated_blocks(shapes)) is None:
+    layers = [run for run in runs_of_blocks(shapes) if run.blocks]
+    if not layers:
         return ()
-    start, period, stop = blocks
-    return range(start, start + period), range(start), range(stop, len(shapes))
+    first, last = layers[0], layers[-1].indices
+    return first.parts[0], range(first.indices.start), range(last.stop, len(shapes))
 
 
-@lru_cache(maxsize=8)  # policies are compared on the same model many times
+@lru_cache(maxsize=32)  # policies are compared on the same model many times
 def _repeated_blocks(shapes: Shapes) -> tuple[int, int, int] | None:
     numbers: dict[tuple[int, ...], int] = {}
     numbered = [numbers.setdefault(shape, len(numbers)) for shape in shapes]  # faster to compare

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zenflow_compile.planning.model_blocks import block_ranges, parts_without_slack, repeated_blocks
+from zenflow_compile.planning.model_blocks import block_ranges, parts_without_slack
 
 SMALLEST_WEIGHT_BYTES = 1 << 16
 """Smaller weights stay on the device: a copy of so many bytes takes as long as the call that starts it, at 16 GB/s."""
@@ -72,13 +72,10 @@ def divide_budget(
 
 
 def reloaded_weights(shapes: Shapes, sizes: Mapping[int, int], offloaded: frozenset[int], ring: int) -> frozenset[int]:
-    """Weights of repeated blocks that do not fit the ring as a whole, so that recomputation loads them once more."""
-    if (found := repeated_blocks(shapes)) is None:
-        return frozenset()
-    start, period, stop = found
+    """Weights of blocks that do not fit the ring as a whole, so that recomputation loads them once more."""
     reloaded: set[int] = set()
-    for first in range(start, stop, period):
-        own = offloaded.intersection(range(first, first + period))
+    for block in block_ranges(shapes):
+        own = offloaded.intersection(block)
         if sum(sizes[index] for index in own) > ring:
             reloaded |= own
     return frozenset(reloaded)

@@ -24,7 +24,7 @@ from zenflow_compile.performance.equations import (
 )
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
 from zenflow_compile.performance.memory import MemoryNeeds, activation_values, needs_of
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, STATE_BYTES, Plan, moment_bytes

@@ -13,7 +13,7 @@ from zenflow_compile.options.options import ADAM_KEYWORDS, POLICIES, Options
 from zenflow_compile.performance import hardware as machines
 from zenflow_compile.performance import models
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape
+from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.performance.traffic import RankTraffic, Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.prediction.answers import compare, divide
@@ -139,7 +139,8 @@ def plan(
         hardware: a name, or numbers.
         tokens: per device and optimizer step.
         sequence: tokens of a sequence, which attention runs over; a micro-batch has one at least. None takes
-            ``LONGEST_SEQUENCE``, or the model's context or all tokens of a micro-batch if these are fewer.
+            ``LONGEST_SEQUENCE``, or the model's context or all tokens of a micro-batch if these are fewer;
+            a sample of a diffusion model is one sequence.
         dtype: of the weights, ``"bf16"``, ``"fp16"`` or ``"fp32"``; None takes the model's own, bf16 where it has none.
         devices: of a node, in use; None takes all. Each owns an equal share of the node's optimizer state.
         nodes: equal ones, connected by the hardware's ``network_bandwidth``, each with a copy of the optimizer state.
@@ -318,9 +319,10 @@ def _of_micro_batch(tokens: int, options: Options) -> int:
 
 
 def _sequence(sequence: int | None, tokens: int, model: ModelShape) -> int:
+    usual = min(model.context, tokens, model.context if model.whole else LONGEST_SEQUENCE)
     if sequence is None:
-        return min(model.context, tokens, LONGEST_SEQUENCE)
-    remedy = f": a forward has {tokens} tokens of a device; None takes {min(model.context, tokens, LONGEST_SEQUENCE)}"
+        return usual
+    remedy = f": a forward has {tokens} tokens of a device; None takes {usual}"
     return check_integer("sequence", sequence, 1, tokens, remedy=remedy)
 
 

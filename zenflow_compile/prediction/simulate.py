@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from zenflow_compile.checks.validate import check_flag, check_integer
 from zenflow_compile.performance.hardware import Hardware
-from zenflow_compile.performance.models import ModelShape, flops_per_token
+from zenflow_compile.performance.model_shape import ModelShape, flops_per_token
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.prediction.device import SimulatedDevice
 from zenflow_compile.prediction.lanes import POOL, Row

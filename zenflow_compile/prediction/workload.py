@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
-from zenflow_compile.performance.models import ModelShape, flops_per_token
-from zenflow_compile.planning.model_blocks import repeated_blocks
+from zenflow_compile.performance.model_shape import ModelShape, flops_per_token
+from zenflow_compile.planning.model_blocks import Run, runs_of_blocks
 from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan, Plan
 
 CONVERTED_PER_CORE = {"fp32": math.inf, "bf16": 1.2e9, "fp8": 0.72e9}
@@ -297,15 +297,17 @@ def forward_seconds(
     def seconds(flops_per_token: float) -> float:
         return flops_per_token * tokens / (hardware.device_flops * hardware.utilization)
 
-    found = repeated_blocks([spec.shape for spec in model.params])
-    repeated = range(found[0], found[2]) if found else range(len(model.params))
+    runs = runs_of_blocks([spec.shape for spec in model.params])
+    layers = [run for run in runs if run.period] or [Run(range(len(model.params)), 1)]
+    count = sum(run.blocks for run in layers)
     # The forward is a third of a step's work (Kaplan et al. 2020, section 2.1: 2N of 6N FLOPs per token).
-    attention = (flops_per_token(model, model.context) - flops_per_token(model, 0)) / 3 / len(repeated)
+    attention = (flops_per_token(model, model.context) - flops_per_token(model, 0)) / 3 / count
     times = []
     for indices in blocks:
         specs = model.params[indices.start : indices.stop]
         elements = sum(model.multiplied(spec) for spec in specs)
-        times.append(seconds(2.0 * elements + (attention * len(indices) if indices[0] in repeated else 0.0)))
+        period = next((run.period for run in layers if indices[0] in run.indices), 0)
+        times.append(seconds(2.0 * elements + (attention * len(indices) / period if period else 0.0)))
     return times, seconds(2.0 * sum(spec.numel for spec in model.params if spec.name == model.tied))
 
 
@@ -314,17 +316,22 @@ def named_blocks(model: ModelShape, most: int) -> list[tuple[str, range]]:
 
     Consecutive layers are combined if there are more than ``most`` of them.
     """
-    found = repeated_blocks([spec.shape for spec in model.params])
-    count = len(model.params)
-    if found is None:
-        return [(model.params[index].name, range(index, index + 1)) for index in range(count)]
-    start, period, stop = found
-    together = period * max(1, math.ceil((stop - start) // period / most))
-    layers = [range(index, min(index + together, stop)) for index in range(start, stop, together)]
-    named = [(f"layers.{(indices.start - start) // period}", indices) for indices in layers]
-    before = [(model.params[0].name, range(start))] if start else []
-    after = [(model.params[-1].name, range(stop, count))] if stop < count else []
-    return [*before, *named, *after]
+    runs = runs_of_blocks([spec.shape for spec in model.params])
+    together = max(1, math.ceil(sum(run.blocks for run in runs) / most))
+    if not any(run.blocks for run in runs):
+        return [(spec.name, range(index, index + 1)) for index, spec in enumerate(model.params)]
+    named: list[tuple[str, range]] = []
+    layer = 0
+    for run in runs:
+        indices = run.indices
+        if not run.blocks:
+            outer = indices[-1] if indices.stop == len(model.params) else indices[0]
+            named.append((model.params[outer].name, indices))
+        for number in range(0, run.blocks, together):
+            part = indices[number * run.period : (number + together) * run.period]
+            named.append((f"layers.{layer + number}", part))
+        layer += run.blocks
+    return named
 
 
 def own_elements(param: ParamPlan, devices: int) -> float:
