@@ -6,7 +6,7 @@
 #include <memory>
 #include <random>
 
-#include "host_updates.cpp"
+#include "host_jobs.cpp"
 
 using namespace zenflow;
 
@@ -35,8 +35,8 @@ struct Work {
     }
     exchange.rows = rows.data();
     exchange.state.master = state[0].data();
-    exchange.state.exp_avg = state[1].data();
-    exchange.state.exp_avg_sq = state[2].data();
+    for (int array = 0; array < 2; ++array) exchange.state.arrays[array] = state[1 + array].data();
+    exchange.state.count = exchange.state.rounded = 2;
     exchange.state.length = kLength;
     weights.assign(kRows * kLength, 0);
     if (number % 2) exchange.weights = weights.data();

@@ -18,6 +18,8 @@ from torch import Tensor
 from tests.support.expanded import expanded
 from zenflow_compile.native import build
 from zenflow_compile.native.library import UpdateWindow, library
+from zenflow_compile.rules.adamw import ADAMW
+from zenflow_compile.rules.cpp import printed
 from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, scales_and_values
 
@@ -130,7 +132,8 @@ def compiled_for(flags: tuple[str, ...], folder: Path) -> Iterator[Any]:
     """The library for another CPU than this one."""
     command = ["g++", *(flag for flag in build.FLAGS if flag != "-march=native"), *flags]
     path = folder / "other.so"
-    subprocess.run([*command, str(build.SOURCES / "host_updates.cpp"), "-o", str(path)], check=True)
+    (folder / "printed_rule.h").write_text(printed(ADAMW))
+    subprocess.run([*command, f"-I{folder}", str(build.SOURCES / "host_rule.cpp"), "-o", str(path)], check=True)
     loaded = ctypes.CDLL(str(path))
     loaded.zenflow_update.argtypes = (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)
     yield loaded.zenflow_update

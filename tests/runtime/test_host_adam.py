@@ -24,7 +24,7 @@ from benchmarks.gil_gap import measure, spin_beside
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build
 from zenflow_compile.native.build import BuildError
-from zenflow_compile.native.library import library
+from zenflow_compile.native.library import library, rule_address
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, check_native_code
 from zenflow_compile.torch_internals import torch_private
@@ -254,7 +254,7 @@ def run_in_thread(work: Callable[[], None]) -> None:
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A process that has not loaded the library, with an empty cache. It compiles in half the time, unoptimized."""
-    caches = (check_native_code, library, build.load_library, build.warn_once)
+    caches = (check_native_code, library, rule_address, build.load_library, build.load_rule, build.warn_once)
     for each in caches:
         each.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -324,9 +324,7 @@ def test_broken_compiler_is_an_error(
 
 def test_wrong_code_is_found(no_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for path in build.SOURCES.glob("*.[ch]*"):
-        (tmp_path / path.name).write_text(
-            path.read_text().replace("factors.decay * master -", "factors.decay * master +")
-        )
+        (tmp_path / path.name).write_text(path.read_text().replace("* step.grad_scale", ""))
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     with pytest.raises(RuntimeError, match="compute wrong numbers; set CXX"):
         check_native_code()
@@ -334,12 +332,12 @@ def test_wrong_code_is_found(no_library: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_library_is_compiled_one_time(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_native_code()
-    (path,) = no_library.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o700
-    build.load_library.cache_clear()
-    library.cache_clear()
+    paths = list(no_library.iterdir())
+    assert sorted(path.name.rpartition("-")[0] for path in paths) == ["host_jobs", "host_rule"]
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o700}
+    for cached in (check_native_code, library, rule_address, build.load_library, build.load_rule):
+        cached.cache_clear()
     monkeypatch.setattr(build, "_compile", None)
-    check_native_code.cache_clear()
     check_native_code()
 
 

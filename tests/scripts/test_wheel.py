@@ -102,7 +102,7 @@ def test_wheel_contents(wheel: Path) -> None:
         names = set(archive.namelist())
     kinds = (".py", ".typed", ".cpp", ".h", ".html")
     files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.suffix in kinds}
-    assert {"zenflow_compile/py.typed", "zenflow_compile/native/host_updates.cpp"} <= files
+    assert {"zenflow_compile/py.typed", "zenflow_compile/native/host_rule.cpp"} <= files
     assert {name for name in names if ".dist-info/" not in name} == files
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,12 +36,23 @@ class BuildError(RuntimeError):
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Return the library. The first process on a kind of CPU compiles it, which takes about 3 s.
+    """Return the library of ``native/host_jobs.cpp``. The first process on a kind of CPU compiles it, in about 3 s.
 
     Raises:
         BuildError: there is no compiler, it fails, or the system does not load what it made.
     """
-    path, handle = _load("host_updates.cpp", FLAGS)
+    path, handle = _load("host_jobs.cpp", FLAGS)
+    return ctypes.CDLL(path, handle=handle)
+
+
+@cache
+def load_rule(printed: str) -> ctypes.CDLL:
+    """Return the library of ``native/host_rule.cpp`` for a printed rule; compiled as the other one.
+
+    Raises:
+        BuildError: see ``load_library``.
+    """
+    path, handle = _load("host_rule.cpp", FLAGS, {"printed_rule.h": printed})
     return ctypes.CDLL(path, handle=handle)
 
 
@@ -56,8 +67,13 @@ def load_storage_reads() -> ctypes.PyDLL:
     return ctypes.PyDLL(path, handle=handle)  # keeps the GIL
 
 
-def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
-    """Load the library of a source, and compile it if that was not done before; return its path and handle."""
+def _load(source: str, flags: Sequence[str], printed: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Load the library of a source, and compile it if that was not done before; return its path and handle.
+
+    Args:
+        printed: headers that it includes, by name.
+    """
+    headers = printed or {}
     compiler = torch_private.cpp_compiler()
     if compiler is None:
         given = f" (CXX is {printable(os.environ['CXX'])})" if os.environ.get("CXX") else ""
@@ -66,7 +82,7 @@ def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
             "torch.compile is. Install the package g++ (apt-get install g++; dnf install gcc-c++), or set CXX to the "
             "command of a compiler"
         )
-    path = cache_folder() / f"{Path(source).stem}-{library_key(compiler, flags)}.so"
+    path = cache_folder() / f"{Path(source).stem}-{library_key(compiler, (*flags, *headers.values()))}.so"
     if _is_ours(path.parent, stat.S_ISDIR) and _is_ours(path, stat.S_ISREG):
         try:
             return str(path), ctypes.CDLL(str(path))._handle
@@ -85,7 +101,9 @@ def _load(source: str, flags: Sequence[str]) -> tuple[str, int]:
             raise BuildError(f"no folder for compiled code can be written: {unwritable}; set TMPDIR") from None
     with folder as name:
         made = Path(name) / path.name
-        _compile(compiler, flags, source, made)
+        for header, text in headers.items():
+            (Path(name) / header).write_text(text)
+        _compile(compiler, (*flags, f"-I{name}"), source, made)
         if Path(name).parent == path.parent:
             # Atomic: another process may compile the same source, and loads the library as soon as it has its name.
             made = made.replace(path)

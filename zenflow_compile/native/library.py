@@ -7,10 +7,12 @@ from functools import cache
 
 import torch
 
-from zenflow_compile.native.build import BuildError, load_library
+from zenflow_compile.native.build import BuildError, load_library, load_rule
+from zenflow_compile.rules.cpp import printed
+from zenflow_compile.rules.rule import MOST_ARRAYS, MOST_NUMBERS, Rule
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""Numbers of dtypes, as ``Dtype`` in update_rule.h."""
+"""Numbers of dtypes, as ``Dtype`` in vectors.h."""
 
 PENDING, DONE, FAILED = 0, 1, 2
 """``State`` in pool.h."""
@@ -27,33 +29,37 @@ def _fields(kind: type, *names: str) -> tuple[_Field, ...]:
 
 
 class Step(ctypes.Structure):
-    """``Step`` of update_rule.h: the hyperparameters of the optimizer step that used a gradient."""
+    """``Step`` of windows.h: the numbers of one gradient."""
 
-    _fields_ = _fields(ctypes.c_float, "grad_scale", "beta1", "beta1_rest", "beta2", "beta2_rest")
+    _fields_ = (("grad_scale", ctypes.c_float), ("numbers", ctypes.c_float * MOST_NUMBERS))
 
 
 class StoredState(ctypes.Structure):
-    """``StoredState`` of state_forms.h."""
+    """``StoredState`` of windows.h."""
 
     _fields_ = (
-        *_fields(ctypes.c_void_p, "master", "exp_avg", "exp_avg_sq", "weights"),
+        ("master", ctypes.c_void_p),
+        ("arrays", ctypes.c_void_p * MOST_ARRAYS),
+        ("weights", ctypes.c_void_p),
         ("length", ctypes.c_int64),
-        *_fields(ctypes.c_int32, "split", "moments"),
+        *_fields(ctypes.c_int32, "split", "moments", "count", "rounded"),
+        ("nonnegative", ctypes.c_uint32),
     )
 
 
 class UpdateWindow(ctypes.Structure):
-    """``UpdateWindow`` of update_rule.h."""
+    """``UpdateWindow`` of windows.h."""
 
     _fields_ = (
         ("state", StoredState),
         ("out", ctypes.c_void_p),
         ("gradients", ctypes.POINTER(ctypes.c_void_p)),
         ("steps", ctypes.POINTER(Step)),
+        ("update", ctypes.c_void_p),
         *_fields(ctypes.c_int64, "count", "slices"),
         ("random", ctypes.c_uint32),
         *_fields(ctypes.c_int32, "gradient_dtype", "out_dtype"),
-        *_fields(ctypes.c_float, "decay", "step_size", "bias_correction2_sqrt", "eps"),
+        ("numbers", ctypes.c_float * MOST_NUMBERS),
     )
 
 
@@ -85,7 +91,7 @@ class Exchange(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
         ("state", StoredState),
-        ("block", ctypes.c_void_p * 3),
+        ("block", ctypes.c_void_p * (1 + MOST_ARRAYS)),
         ("weights", ctypes.c_void_p),
         ("weights_dtype", ctypes.c_int32),
     )
@@ -153,6 +159,17 @@ def library() -> ctypes.CDLL:
 
 
 @cache
+def rule_address(rule: Rule) -> int:
+    """The address of ``zenflow_update`` of a rule, which jobs call.
+
+    Raises:
+        BuildError: see :func:`load_library`.
+        ValueError: the rule cannot be printed, see ``tracing.trace``.
+    """
+    return ctypes.cast(load_rule(printed(rule)).zenflow_update, ctypes.c_void_p).value or 0
+
+
+@cache
 def library_with_gil() -> ctypes.PyDLL:
     """The library for calls of some microseconds: they keep the GIL, so that no interrupt comes in the middle."""
     loaded = library()
@@ -165,7 +182,6 @@ def _declare(loaded: ctypes.CDLL) -> None:
     pool, job = ctypes.c_void_p, ctypes.POINTER(HostJob)
     functions: dict[str, tuple[type | None, tuple[type, ...]]] = {
         "zenflow_bytes": (ctypes.c_int64, (ctypes.c_int,)),
-        "zenflow_update": (None, (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)),
         "zenflow_crc32": (ctypes.c_uint32, (ctypes.c_void_p, ctypes.c_int64)),
         "zenflow_move_chunk": (ctypes.c_int64, (ctypes.POINTER(Transfer), ctypes.c_int)),
         "zenflow_open": (

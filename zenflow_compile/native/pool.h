@@ -31,7 +31,7 @@
 #include <unistd.h>
 
 #include "file_transfers.h"
-#include "update_rule.h"
+#include "state_forms.h"
 
 namespace zenflow {
 
@@ -67,7 +67,7 @@ struct LateScale {
 struct Exchange {
   const int32_t* rows;  // of the state; -1 behind the last one
   StoredState state;
-  float* block[3];      // master and moments
+  float* block[1 + kMostArrays];  // master and arrays
   void* weights;        // in the order of the state's rows; null: none are written
   int32_t weights_dtype;
 };
@@ -101,8 +101,6 @@ struct Job {
 
 // ---- the work
 
-void update_window(const UpdateWindow& window, int64_t begin, int64_t end);
-
 inline double largest(const LateScale& scale) {
   double most = 0.0;
   for (int64_t i = 0; i < scale.count; ++i) {
@@ -129,18 +127,22 @@ inline void write_weights(const Exchange& exchange, const float* master, int64_t
   }
 }
 
-inline void swap_plain_row(const Exchange& exchange, int64_t row, float* const block[3]) {
-  const int64_t length = exchange.state.length, first = row * length;
-  void* const parts[] = {exchange.state.master, exchange.state.exp_avg, exchange.state.exp_avg_sq};
-  for (int part = 0; part < 3; ++part) {
-    float* __restrict of_state = (float*)parts[part] + first;
-    float* __restrict of_block = block[part];
-    for (int64_t i = 0; i < length; ++i) std::swap(of_state[i], of_block[i]);
+inline void swap_elements(float* __restrict one, float* __restrict other, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) std::swap(one[i], other[i]);
+}
+
+// `block`: the row's place in that of the master, and in those of the arrays.
+inline void swap_plain_row(const Exchange& exchange, int64_t row, float* const* block) {
+  const StoredState& state = exchange.state;
+  const int64_t length = state.length, first = row * length;
+  swap_elements((float*)state.master + first, block[0], length);
+  for (int array = 0; array < state.count; ++array) {
+    swap_elements((float*)state.arrays[array] + first, block[1 + array], length);
   }
   if (exchange.weights) write_weights(exchange, (float*)exchange.state.master + first, first, length);
 }
 
-inline void swap_row(const Exchange& exchange, int64_t row, float* const block[3]) {
+inline void swap_row(const Exchange& exchange, int64_t row, float* const* block) {
   const StoredState& state = exchange.state;
   const int64_t first = row * state.length, end = first + state.length;
   Tile tile;
@@ -148,10 +150,9 @@ inline void swap_row(const Exchange& exchange, int64_t row, float* const block[3
     stop = tile_end(state, at, end);
     const int count = (int)(stop - at);
     tile.load(state, at, count);
-    float* const parts[] = {tile.master, tile.exp_avg, tile.exp_avg_sq};
-    for (int part = 0; part < 3; ++part) {
-      float* __restrict of_block = block[part] + (at - first);
-      for (int i = 0; i < count; ++i) std::swap(parts[part][i], of_block[i]);
+    swap_elements(tile.master, block[0] + (at - first), count);
+    for (int array = 0; array < state.count; ++array) {
+      swap_elements(tile.arrays[array], block[1 + array] + (at - first), count);
     }
     if (exchange.weights) write_weights(exchange, tile.master, at, count);
     tile.store(state, at, count, 0);
@@ -164,8 +165,8 @@ inline int64_t swap_rows(const Exchange& exchange, int64_t begin, int64_t end) {
   const bool plain = is_plain(exchange.state);
   int64_t at = begin;
   for (; at < end && exchange.rows[at] >= 0; ++at) {
-    float* const block[] = {exchange.block[0] + at * length, exchange.block[1] + at * length,
-                            exchange.block[2] + at * length};
+    float* block[1 + kMostArrays];
+    for (int part = 0; part <= exchange.state.count; ++part) block[part] = exchange.block[part] + at * length;
     (plain ? swap_plain_row : swap_row)(exchange, exchange.rows[at], block);
   }
   return at - begin;
@@ -451,7 +452,7 @@ class Pool {
     int64_t error = 0;
     Record record{now_ns(), 0, 0, worker};
     switch (job->kind) {
-      case kUpdate: update_window(*job->window, begin, end); break;
+      case kUpdate: job->window->update(job->window, begin, end); break;
       case kExchange: record.rows = swap_rows(*job->exchange, begin, end); break;
       case kRead: error = read_chunk(*job->transfer); break;
       case kWrite: error = write_chunk(*job->transfer); break;

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "vectors.h"
+#include "windows.h"
 
 namespace zenflow {
 
@@ -17,16 +17,13 @@ constexpr int kQuantizationBlock = 32;  // QUANTIZATION_BLOCK in planning/plan.p
 constexpr int kBlockVectors = kQuantizationBlock / kLanes;
 constexpr int kTile = 512;  // most elements that are converted in memory at a time: they stay in the L1 cache
 
-// The state of one parameter. Python fills it: see StoredState in native/library.py.
-struct StoredState {
-  void* master;         // float, or with `split` the int16 that completes a bf16 weight
-  void* exp_avg;        // in the dtype `moments`
-  void* exp_avg_sq;
-  const void* weights;  // bf16; with `split`
-  int64_t length;       // of a slice
-  int32_t split;
-  int32_t moments;      // kFloat32, kBFloat16 or kInt8
-};
+// Calls `work(array)` for each array that may be rounded.
+template <class Kinds, class Work>
+inline void each_rounded(const Kinds& kinds, Work work) {
+  each_vector<kMostRounded>([&](int array) {
+    if (array < kinds.rounded) work(array);
+  });
+}
 
 inline bool is_plain(const StoredState& state) { return !state.split && state.moments == kFloat32; }
 
@@ -49,10 +46,12 @@ inline Bits mixed(Bits bits) {  // "lowbias32" of C. Wellons, Prospecting for Ha
   return bits ^ (bits >> 16);
 }
 
-// 32 bits that decide how two moments are rounded: a function of their bits and of the step.
-template <class Bits>
-inline Bits random_bits(Bits exp_avg, Bits exp_avg_sq, uint32_t step) {
-  return mixed(exp_avg + (exp_avg_sq << 16 | exp_avg_sq >> 16) + step * 0x9e3779b9u);
+// 32 bits that decide how the moments of elements are rounded: a function of their bits and of the step.
+template <class Kinds, int kCount>
+inline Words random_bits(const Kinds& kinds, const Values<kCount>& values, uint32_t step) {
+  Words bits = (Words)values.at[0] + step * 0x9e3779b9u;
+  if (kinds.rounded > 1) bits += (Words)values.at[1] << 16 | (Words)values.at[1] >> 16;
+  return mixed(bits);
 }
 
 // ---- split masters
@@ -77,10 +76,10 @@ inline void store_rounded(uint16_t* to, Floats values, Words half) {
   store_halves(to, values != values ? 0x7fc0u : ((Words)values + half) >> 16);
 }
 
-inline void narrow(Floats exp_avg, Floats exp_avg_sq, uint16_t* to, uint16_t* to_sq, uint32_t step) {
-  const Words random = random_bits((Words)exp_avg, (Words)exp_avg_sq, step);
-  store_rounded(to, exp_avg, random & 0xffff);
-  store_rounded(to_sq, exp_avg_sq, random >> 16);
+template <class Kinds, int kCount>
+inline void narrow(const Kinds& kinds, const Values<kCount>& values, uint16_t* const to[kMostRounded], uint32_t step) {
+  const Words random = random_bits(kinds, values, step);
+  each_rounded(kinds, [&](int array) { store_rounded(to[array], values.at[array], array ? random >> 16 : random & 0xffff); });
 }
 
 // ---- moments in 8 bits
@@ -113,10 +112,11 @@ inline Floats value_of(Words code) {
 // one, kLost if one is too large or not finite: then all of the block is lost, and not one element.
 constexpr uint32_t kLost = 255;
 
-inline uint8_t scale_of(const Floats* values) {
+template <int kCount>
+inline uint8_t scale_of(const Values<kCount>* values, int array) {
   Words most{};  // bits of floats without a sign are in the order of the floats
   each_vector<kBlockVectors>([&](int i) {
-    const Words magnitude = (Words)values[i] & 0x7fffffffu;
+    const Words magnitude = (Words)values[i].at[array] & 0x7fffffffu;
     most = magnitude > most ? magnitude : most;
   });
   const uint32_t bits = largest(most), exponent = (bits + 0x7fffffu) >> 23;
@@ -126,34 +126,54 @@ inline uint8_t scale_of(const Floats* values) {
 inline float power(uint32_t scale) { return scale == kLost ? __builtin_nanf("") : bits_as<float>(scale << 23); }
 inline float inverse(uint32_t scale) { return scale == 0 || scale == kLost ? 0.0f : bits_as<float>((254 - scale) << 23); }
 
-// Stores the scales and the codes of one quantization block.
-inline void quantize(const Floats* exp_avg, const Floats* exp_avg_sq, uint8_t* const scales[2], uint8_t* const codes[2],
-                     uint32_t step) {
-  const uint32_t scale = *scales[0] = scale_of(exp_avg), scale_sq = *scales[1] = scale_of(exp_avg_sq);
-  const float by = inverse(scale), by_sq = inverse(scale_sq);
+// Where the scales and the codes of the moments of one quantization block are.
+struct Block {
+  uint8_t* scales[kMostRounded];
+  uint8_t* codes[kMostRounded];
+};
+
+// Stores one quantization block.
+template <class Kinds, int kCount>
+inline void quantize(const Kinds& kinds, const Values<kCount>* values, const Block& block, uint32_t step) {
+  uint32_t scales[kMostRounded];
+  each_rounded(kinds, [&](int array) { scales[array] = *block.scales[array] = scale_of(values, array); });
   each_vector<kBlockVectors>([&](int i) {
-    const Words moment = (Words)exp_avg[i];
-    const Words random = random_bits(moment, (Words)exp_avg_sq[i], step);
-    const Words code = code_of<kMantissa>((Floats)(moment & 0x7fffffffu) * by, random & 0xfffffu);
-    store_bytes(codes[0] + i * kLanes, code | (moment >> 24 & 0x80u));
-    const Floats value_sq = exp_avg_sq[i] * by_sq;
-    const Words code_sq = code_of<kMantissaSquare>(value_sq, random >> 13);
-    // Hazard: a second moment of 0 divides the first one by eps alone.
-    const Words least = (Words)value_sq < 1u ? (Words)value_sq : 1u;
-    store_bytes(codes[1] + i * kLanes, code_sq > least ? code_sq : least);
+    const Words random = random_bits(kinds, values[i], step);
+    each_rounded(kinds, [&](int array) {
+      const Floats value = values[i].at[array];
+      const float by = inverse(scales[array]);
+      uint8_t* const codes = block.codes[array] + i * kLanes;
+      if (kinds.nonnegative >> array & 1) {
+        const Words code = code_of<kMantissaSquare>(value * by, random >> 13);
+        // Hazard: a second moment of 0 divides the first one by eps alone.
+        const Words bits = (Words)(value * by), least = bits < 1u ? bits : 1u;
+        store_bytes(codes, code > least ? code : least);
+      } else {
+        const Words code = code_of<kMantissa>((Floats)((Words)value & 0x7fffffffu) * by, random & 0xfffffu);
+        store_bytes(codes, code | ((Words)value >> 24 & 0x80u));
+      }
+    });
   });
-  if (scale == kLost) std::memset(codes[0], 0, kQuantizationBlock);
-  if (scale_sq == kLost) std::memset(codes[1], 0, kQuantizationBlock);
+  each_rounded(kinds, [&](int array) {
+    if (scales[array] == kLost) std::memset(block.codes[array], 0, kQuantizationBlock);
+  });
 }
 
 // Loads one quantization block.
-inline void expand(uint8_t* const scales[2], uint8_t* const codes[2], Floats* exp_avg, Floats* exp_avg_sq) {
-  const float by = power(*scales[0]), by_sq = power(*scales[1]);
+template <class Kinds, int kCount>
+inline void expand(const Kinds& kinds, const Block& block, Values<kCount>* values) {
+  float by[kMostRounded];
+  each_rounded(kinds, [&](int array) { by[array] = power(*block.scales[array]); });
   each_vector<kBlockVectors>([&](int i) {
-    const Words code = load_bytes(codes[0] + i * kLanes);
-    const Words magnitude = (Words)(value_of<kMantissa>(code & 0x7f) * by);
-    exp_avg[i] = (Floats)(magnitude | (code << 24 & 0x80000000u));
-    exp_avg_sq[i] = value_of<kMantissaSquare>(load_bytes(codes[1] + i * kLanes)) * by_sq;
+    each_rounded(kinds, [&](int array) {
+      const Words code = load_bytes(block.codes[array] + i * kLanes);
+      if (kinds.nonnegative >> array & 1) {
+        values[i].at[array] = value_of<kMantissaSquare>(code) * by[array];
+      } else {
+        const Words magnitude = (Words)(value_of<kMantissa>(code & 0x7f) * by[array]);
+        values[i].at[array] = (Floats)(magnitude | (code << 24 & 0x80000000u));
+      }
+    });
   });
 }
 
@@ -182,22 +202,20 @@ inline int64_t tile_end(const StoredState& state, int64_t at, int64_t end) {
   return stop < end ? stop : end;
 }
 
-// Where the scales and the codes of both moments of element `at` are.
-struct Block {
-  uint8_t* scales[2];
-  uint8_t* codes[2];
+// The block of element `at`.
+inline Block block_of(const StoredState& state, int64_t at) {
+  const BlockPlace place = place_of(state, at);
+  Block block{};
+  each_rounded(state, [&](int array) {
+    block.scales[array] = (uint8_t*)state.arrays[array] + place.scale;
+    block.codes[array] = (uint8_t*)state.arrays[array] + place.codes;
+  });
+  return block;
+}
 
-  Block() = default;
-  Block(const StoredState& state, int64_t at) {
-    const BlockPlace place = place_of(state, at);
-    uint8_t* const moments[] = {(uint8_t*)state.exp_avg, (uint8_t*)state.exp_avg_sq};
-    for (int i = 0; i < 2; ++i) scales[i] = moments[i] + place.scale, codes[i] = moments[i] + place.codes;
-  }
-
-  void next() {
-    for (int i = 0; i < 2; ++i) scales[i] += 1, codes[i] += kQuantizationBlock;
-  }
-};
+inline void go_on(Block& block) {
+  for (int array = 0; array < kMostRounded; ++array) block.scales[array] += 1, block.codes[array] += kQuantizationBlock;
+}
 
 // ---- parts of blocks, through memory
 
@@ -207,48 +225,61 @@ inline void in_parts(int count, int most, Convert convert) {
   for (int at = 0; at < count; at += most) convert(at, count - at < most ? count - at : most);
 }
 
-inline void decode_moments(const StoredState& state, int64_t at, int count, float* exp_avg, float* exp_avg_sq) {
+inline void decode_moments(const StoredState& state, int64_t at, int count, float* const values[kMostRounded]) {
   if (state.moments == kBFloat16) {
-    const auto *from = (const uint16_t*)state.exp_avg + at, *from_sq = (const uint16_t*)state.exp_avg_sq + at;
-    return in_parts(count, kLanes, [&](int i, int n) {
-      store_some<Float32>(exp_avg + i, load_some<BFloat16>(from + i, n), n);
-      store_some<Float32>(exp_avg_sq + i, load_some<BFloat16>(from_sq + i, n), n);
+    return each_rounded(state, [&](int array) {
+      const auto* from = (const uint16_t*)state.arrays[array] + at;
+      in_parts(count, kLanes, [&](int i, int n) {
+        store_some<Float32>(values[array] + i, load_some<BFloat16>(from + i, n), n);
+      });
     });
   }
-  Block block(state, at);
+  Block block = block_of(state, at);
   in_parts(count, kQuantizationBlock, [&](int i, int n) {
-    uint8_t codes[2][kQuantizationBlock] = {};
-    for (int j = 0; j < 2; ++j) std::memcpy(codes[j], block.codes[j], n);
-    uint8_t* const padded[] = {codes[0], codes[1]};
-    Floats values[2][kBlockVectors];
-    expand(block.scales, padded, values[0], values[1]);
-    std::memcpy(exp_avg + i, values[0], sizeof(float) * n);
-    std::memcpy(exp_avg_sq + i, values[1], sizeof(float) * n);
-    block.next();
+    uint8_t codes[kMostRounded][kQuantizationBlock] = {};
+    Block padded = block;
+    each_rounded(state, [&](int array) {
+      std::memcpy(codes[array], block.codes[array], n);
+      padded.codes[array] = codes[array];
+    });
+    Values<kMostRounded> expanded[kBlockVectors];
+    expand(state, padded, expanded);
+    each_rounded(state, [&](int array) {
+      in_parts(n, kLanes, [&](int j, int m) {
+        store_some<Float32>(values[array] + i + j, expanded[j / kLanes].at[array], m);
+      });
+    });
+    go_on(block);
   });
 }
 
-inline void encode_moments(const StoredState& state, int64_t at, int count, const float* exp_avg, const float* exp_avg_sq,
+inline void encode_moments(const StoredState& state, int64_t at, int count, const float* const values[kMostRounded],
                            uint32_t step) {
+  const auto load = [&](int i, int n) {
+    Values<kMostRounded> some{};
+    each_rounded(state, [&](int array) { some.at[array] = load_some<Float32>(values[array] + i, n); });
+    return some;
+  };
   if (state.moments == kBFloat16) {
-    auto *to = (uint16_t*)state.exp_avg + at, *to_sq = (uint16_t*)state.exp_avg_sq + at;
     return in_parts(count, kLanes, [&](int i, int n) {
-      uint16_t rounded[2][kLanes];
-      narrow(load_some<Float32>(exp_avg + i, n), load_some<Float32>(exp_avg_sq + i, n), rounded[0], rounded[1], step);
-      std::memcpy(to + i, rounded[0], sizeof *to * n);
-      std::memcpy(to_sq + i, rounded[1], sizeof *to * n);
+      uint16_t rounded[kMostRounded][kLanes];
+      uint16_t* const to[] = {rounded[0], rounded[1]};
+      narrow(state, load(i, n), to, step);
+      each_rounded(state, [&](int array) {
+        std::memcpy((uint16_t*)state.arrays[array] + at + i, rounded[array], sizeof(uint16_t) * n);
+      });
     });
   }
-  Block block(state, at);
+  Block block = block_of(state, at);
   in_parts(count, kQuantizationBlock, [&](int i, int n) {
-    Floats values[2][kBlockVectors] = {};
-    std::memcpy(values[0], exp_avg + i, sizeof(float) * n);
-    std::memcpy(values[1], exp_avg_sq + i, sizeof(float) * n);
-    uint8_t codes[2][kQuantizationBlock];
-    uint8_t* const padded[] = {codes[0], codes[1]};
-    quantize(values[0], values[1], block.scales, padded, step);
-    for (int j = 0; j < 2; ++j) std::memcpy(block.codes[j], codes[j], n);
-    block.next();
+    Values<kMostRounded> some[kBlockVectors] = {};
+    in_parts(n, kLanes, [&](int j, int m) { some[j / kLanes] = load(i + j, m); });
+    uint8_t codes[kMostRounded][kQuantizationBlock];
+    Block padded = block;
+    each_rounded(state, [&](int array) { padded.codes[array] = codes[array]; });
+    quantize(state, some, padded, step);
+    each_rounded(state, [&](int array) { std::memcpy(block.codes[array], codes[array], n); });
+    go_on(block);
   });
 }
 
@@ -256,12 +287,11 @@ inline void encode_moments(const StoredState& state, int64_t at, int count, cons
 class Tile {
  public:
   float* master;
-  float* exp_avg;
-  float* exp_avg_sq;
+  float* arrays[kMostArrays];
 
   void load(const StoredState& state, int64_t at, int count) {
-    master = memory_[0], exp_avg = memory_[1], exp_avg_sq = memory_[2];
     if (state.split) {
+      master = of_master_;
       const auto *weights = (const uint16_t*)state.weights + at;
       const auto *rest = (const int16_t*)state.master + at;
       in_parts(count, kLanes, [&](int i, int n) {
@@ -274,11 +304,11 @@ class Tile {
     } else {
       master = (float*)state.master + at;
     }
-    if (state.moments == kFloat32) {
-      exp_avg = (float*)state.exp_avg + at, exp_avg_sq = (float*)state.exp_avg_sq + at;
-    } else {
-      decode_moments(state, at, count, exp_avg, exp_avg_sq);
+    const bool rounded = state.moments != kFloat32;
+    for (int array = 0; array < state.count; ++array) {
+      arrays[array] = rounded && array < state.rounded ? of_moments_[array] : (float*)state.arrays[array] + at;
     }
+    if (rounded) decode_moments(state, at, count, arrays);
   }
 
   // The weights of split masters are written by others, with the cast of `BFloat16`.
@@ -291,55 +321,62 @@ class Tile {
         std::memcpy(rest + i, of_rest, sizeof *rest * n);
       });
     }
-    if (state.moments != kFloat32) encode_moments(state, at, count, exp_avg, exp_avg_sq, step);
+    if (state.moments != kFloat32) encode_moments(state, at, count, arrays, step);
   }
 
  private:
-  float memory_[3][kTile];
+  float of_master_[kTile];
+  float of_moments_[kMostRounded][kTile];
 };
 
 // ---- whole blocks, in registers
 
-// The state from element `begin` on, block after block; 8-bit moments of one slice.
-template <bool kSplit, int kMoments>
+// The state from element `begin` on, block after block; 8-bit moments of one slice. `Kinds` is the rule.
+template <class Kinds, bool kSplit, int kMoments>
 class StoredBlocks {
  public:
   StoredBlocks(const StoredState& state, int64_t begin, uint32_t step)
-      : state_(state), step_(step), block_(kMoments == kInt8 ? Block(state, begin) : Block()) {}
+      : state_(state), step_(step), block_(kMoments == kInt8 ? block_of(state, begin) : Block()) {}
 
-  void load(int64_t at, Floats* exp_avg, Floats* exp_avg_sq) const {
+  void load(int64_t at, Values<Kinds::values>* values) const {
     if constexpr (kMoments == kInt8) {
       Block block = block_;
       each_vector<kVectors / kBlockVectors>([&](int i) {
-        expand(block.scales, block.codes, exp_avg + i * kBlockVectors, exp_avg_sq + i * kBlockVectors);
-        block.next();
-      });
-    } else {
-      using Moment = std::conditional_t<kMoments == kFloat32, Float32, BFloat16>;
-      each_vector<kVectors>([&](int i) {
-        exp_avg[i] = Moment::load((const typename Moment::Element*)state_.exp_avg + at + i * kLanes);
-        exp_avg_sq[i] = Moment::load((const typename Moment::Element*)state_.exp_avg_sq + at + i * kLanes);
+        expand(Kinds(), block, values + i * kBlockVectors);
+        go_on(block);
       });
     }
-  }
-
-  void store(int64_t at, const Floats* exp_avg, const Floats* exp_avg_sq) {
-    if constexpr (kMoments == kInt8) {
-      each_vector<kVectors / kBlockVectors>([&](int i) {
-        quantize(exp_avg + i * kBlockVectors, exp_avg_sq + i * kBlockVectors, block_.scales, block_.codes, step_);
-        block_.next();
-      });
-    } else {
-      each_vector<kVectors>([&](int i) {
-        const int64_t here = at + i * kLanes;
-        if constexpr (kMoments == kBFloat16) {
-          narrow(exp_avg[i], exp_avg_sq[i], (uint16_t*)state_.exp_avg + here, (uint16_t*)state_.exp_avg_sq + here, step_);
-        } else {
-          Float32::store((float*)state_.exp_avg + here, exp_avg[i]);
-          Float32::store((float*)state_.exp_avg_sq + here, exp_avg_sq[i]);
+    each_vector<kVectors>([&](int i) {
+      each_vector<Kinds::count>([&](int array) {
+        if (array >= Kinds::rounded || kMoments == kFloat32) {
+          values[i].at[array] = Float32::load((const float*)state_.arrays[array] + at + i * kLanes);
+        } else if (kMoments == kBFloat16) {
+          values[i].at[array] = BFloat16::load((const uint16_t*)state_.arrays[array] + at + i * kLanes);
         }
       });
+    });
+  }
+
+  void store(int64_t at, const Values<Kinds::values>* values) {
+    if constexpr (kMoments == kInt8) {
+      each_vector<kVectors / kBlockVectors>([&](int i) {
+        quantize(Kinds(), values + i * kBlockVectors, block_, step_);
+        go_on(block_);
+      });
     }
+    each_vector<kVectors>([&](int i) {
+      const int64_t here = at + i * kLanes;
+      if constexpr (kMoments == kBFloat16) {
+        uint16_t* to[kMostRounded] = {};
+        each_rounded(Kinds(), [&](int array) { to[array] = (uint16_t*)state_.arrays[array] + here; });
+        narrow(Kinds(), values[i], to, step_);
+      }
+      each_vector<Kinds::count>([&](int array) {
+        if (array >= Kinds::rounded || kMoments == kFloat32) {
+          Float32::store((float*)state_.arrays[array] + here, values[i].at[array]);
+        }
+      });
+    });
   }
 
   Floats master(int64_t at) const {

@@ -1,4 +1,5 @@
-// Rule P of runtime/adam_rule.py: one pass over the state, whatever the number of gradients.
+// Rule P of runtime/adam_rule.py: one pass over the state, whatever the number of gradients. The rule's own two functions
+// are printed: see rules/cpp.py.
 //
 // Results do not depend on how ranges are cut, or on the width of this CPU's vectors: every element takes the same
 // operations, each rounded one time. That needs -ffp-contract=off.
@@ -8,36 +9,11 @@
 
 #include "state_forms.h"
 #include "vectors.h"
+#include "windows.h"
+
+// ---- what rules compute with
 
 namespace zenflow {
-
-// ---- the rule
-
-// One gradient of an update window: the hyperparameters of the optimizer step that used it.
-struct Step {
-  float grad_scale;
-  float beta1;
-  float beta1_rest;  // 1 - beta1, computed in double precision
-  float beta2;
-  float beta2_rest;
-};
-
-// The update window of one parameter. Python fills it: see UpdateWindow in native/library.py.
-struct UpdateWindow {
-  StoredState state;
-  void* out;
-  const void* const* gradients;  // oldest first
-  const Step* steps;             // one for each
-  int64_t count;                 // of gradients
-  int64_t slices;                // of int8 gradients, which begin with a scale per slice: float[slices]
-  uint32_t random;               // decides how moments are rounded to fewer bits: another number at each update
-  int32_t gradient_dtype;
-  int32_t out_dtype;
-  float decay;
-  float step_size;
-  float bias_correction2_sqrt;
-  float eps;
-};
 
 inline Floats root(Floats values) {
   Floats roots;
@@ -46,25 +22,16 @@ inline Floats root(Floats values) {
   return roots;
 }
 
-inline void add_gradient(const Step& step, Floats gradient, Floats& exp_avg, Floats& exp_avg_sq) {
-  gradient = gradient * step.grad_scale;
-  exp_avg = step.beta1 * exp_avg + step.beta1_rest * gradient;
-  exp_avg_sq = step.beta2 * exp_avg_sq + step.beta2_rest * gradient * gradient;
-}
+inline Floats negative(Floats values) { return -values; }
+inline Floats magnitude(Floats values) { return (Floats)((Words)values & 0x7fffffffu); }
+inline Floats sign(Floats values) { return __builtin_convertvector((values < 0) - (values > 0), Floats); }
+inline Floats larger(Floats one, Floats other) { return one > other || one != one ? one : other; }
 
-// The factors of an update window that all of its elements share. They are copied because the compiler loads members of
-// the window again after each store, which might have changed them.
-struct Factors {
-  explicit Factors(const UpdateWindow& window)
-      : decay(window.decay), step_size(window.step_size), bias_correction2_sqrt(window.bias_correction2_sqrt), eps(window.eps) {}
+}  // namespace zenflow
 
-  const float decay, step_size, bias_correction2_sqrt, eps;
-};
+#include "printed_rule.h"
 
-inline Floats new_master(const Factors& factors, Floats master, Floats exp_avg, Floats exp_avg_sq) {
-  const Floats denominator = root(exp_avg_sq) / factors.bias_correction2_sqrt + factors.eps;
-  return factors.decay * master - factors.step_size * exp_avg / denominator;
-}
+namespace zenflow {
 
 // Gradients in the order of the state.
 template <class Gradient>
@@ -92,23 +59,26 @@ struct Compressed {
   }
 };
 
+using RuleValues = Values<Rule::values>;
+
 // fp32 state from element `origin` on.
 struct PlainState {
   float* master_;
-  float* exp_avg_;
-  float* exp_avg_sq_;
+  float* arrays_[kMostArrays];
   int64_t origin;
 
-  void load(int64_t at, Floats* exp_avg, Floats* exp_avg_sq) const {
+  void load(int64_t at, RuleValues* values) const {
     each_vector<kVectors>([&](int i) {
-      exp_avg[i] = Float32::load(exp_avg_ + at - origin + i * kLanes);
-      exp_avg_sq[i] = Float32::load(exp_avg_sq_ + at - origin + i * kLanes);
+      each_vector<Rule::count>([&](int array) {
+        values[i].at[array] = Float32::load(arrays_[array] + at - origin + i * kLanes);
+      });
     });
   }
-  void store(int64_t at, const Floats* exp_avg, const Floats* exp_avg_sq) {
+  void store(int64_t at, const RuleValues* values) {
     each_vector<kVectors>([&](int i) {
-      Float32::store(exp_avg_ + at - origin + i * kLanes, exp_avg[i]);
-      Float32::store(exp_avg_sq_ + at - origin + i * kLanes, exp_avg_sq[i]);
+      each_vector<Rule::count>([&](int array) {
+        Float32::store(arrays_[array] + at - origin + i * kLanes, values[i].at[array]);
+      });
     });
   }
   Floats master(int64_t at) const { return Float32::load(master_ + at - origin); }
@@ -119,25 +89,28 @@ struct PlainState {
 template <class Out, class State, class Gradients>
 int64_t update_blocks(const UpdateWindow& window, State state, const Gradients& gradients, int64_t begin, int64_t end) {
   auto* const out = (typename Out::Element*)window.out;
-  const Factors factors(window);
-  const Step* const steps = window.steps;  // a copy for the same reason, as the count
+  // Copies: the compiler loads members of the window again after each store, which might have changed them.
+  const Numbers of_window = window.numbers;
+  const Step* const steps = window.steps;
   const int64_t count = window.count;
   int64_t at = begin;
   for (; at + kBlock <= end; at += kBlock) {
-    Floats exp_avg[kVectors], exp_avg_sq[kVectors];
-    state.load(at, exp_avg, exp_avg_sq);
+    RuleValues values[kVectors] = {};  // those of the window begin at zero
+    state.load(at, values);
+    Floats weights[kVectors];
+    if constexpr (Rule::reads_weight) each_vector<kVectors>([&](int i) { weights[i] = state.master(at + i * kLanes); });
     for (int64_t number = 0; number < count; ++number) {
       const Step step = steps[number];
       each_vector<kVectors>([&](int i) {
-        add_gradient(step, gradients.load(number, at + i * kLanes), exp_avg[i], exp_avg_sq[i]);
+        accumulate(step.numbers, weights[i], gradients.load(number, at + i * kLanes) * step.grad_scale, values[i]);
       });
     }
     // Before the masters: the CPU converts moments while its divider works.
-    state.store(at, exp_avg, exp_avg_sq);
+    state.store(at, values);
     each_vector<kVectors>([&](int i) {
       const int64_t here = at + i * kLanes;
       // Hazard: the new weights may overwrite those that a split master is made of. It is read first.
-      const Floats master = new_master(factors, state.master(here), exp_avg[i], exp_avg_sq[i]);
+      const Floats master = apply(of_window, Rule::reads_weight ? weights[i] : state.master(here), values[i]);
       state.store_master(here, master);
       Out::store(out + here, master);
     });
@@ -148,18 +121,22 @@ int64_t update_blocks(const UpdateWindow& window, State state, const Gradients& 
 template <class Out, class Gradients>
 void update(const UpdateWindow& window, const PlainState& state, const Gradients& gradients, int64_t begin, int64_t end) {
   auto* const out = (typename Out::Element*)window.out;
-  const Factors factors(window);
   for (int64_t at = update_blocks<Out>(window, state, gradients, begin, end); at < end; at += kLanes) {
     const int count = end - at < kLanes ? (int)(end - at) : kLanes;
     const int64_t in_state = at - state.origin;
-    Floats exp_avg = load_some<Float32>(state.exp_avg_ + in_state, count);
-    Floats exp_avg_sq = load_some<Float32>(state.exp_avg_sq_ + in_state, count);
-    for (int64_t number = 0; number < window.count; ++number) {
-      add_gradient(window.steps[number], gradients.load_some(number, at, count), exp_avg, exp_avg_sq);
+    RuleValues values = {};
+    for (int array = 0; array < Rule::count; ++array) {
+      values.at[array] = load_some<Float32>(state.arrays_[array] + in_state, count);
     }
-    const Floats master = new_master(factors, load_some<Float32>(state.master_ + in_state, count), exp_avg, exp_avg_sq);
-    store_some<Float32>(state.exp_avg_ + in_state, exp_avg, count);
-    store_some<Float32>(state.exp_avg_sq_ + in_state, exp_avg_sq, count);
+    const Floats weight = load_some<Float32>(state.master_ + in_state, count);
+    for (int64_t number = 0; number < window.count; ++number) {
+      const Step& step = window.steps[number];
+      accumulate(step.numbers, weight, gradients.load_some(number, at, count) * step.grad_scale, values);
+    }
+    const Floats master = apply(window.numbers, weight, values);
+    for (int array = 0; array < Rule::count; ++array) {
+      store_some<Float32>(state.arrays_[array] + in_state, values.at[array], count);
+    }
     store_some<Float32>(state.master_ + in_state, master, count);
     store_some<Out>(out + at, master, count);
   }
@@ -169,7 +146,7 @@ void update(const UpdateWindow& window, const PlainState& state, const Gradients
 // first element behind them.
 template <class Out, bool kSplit, int kMoments>
 int64_t update_stored(const UpdateWindow& window, int64_t begin, int64_t end) {
-  StoredBlocks<kSplit, kMoments> state(window.state, begin, window.random);
+  StoredBlocks<Rule, kSplit, kMoments> state(window.state, begin, window.random);
   if (window.gradient_dtype == kInt8) {
     return update_blocks<Out>(window, state, Compressed{window, begin / window.state.length}, begin, end);
   }

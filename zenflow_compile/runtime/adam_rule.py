@@ -5,7 +5,7 @@ gradient in order, exactly as AdamW would. The weights then take one step, with 
 latest moments::
 
     for each gradient i:  g = grad_i * grad_scale_i
-                          m = m + (1 - beta1_i) (g - m)
+                          m = beta1_i m + (1 - beta1_i) g
                           v = beta2_i v + (1 - beta2_i) g^2
     w = w * prod(1 - lr_i weight_decay_i) - sum(lr_i) * m_hat / (sqrt(v_hat) + eps)
 
@@ -27,6 +27,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from zenflow_compile.rules.adamw import ADAMW
+from zenflow_compile.rules.eager import run_window
 from zenflow_compile.runtime.device.number import Number
 
 VECTOR_ELEMENTS = 16
@@ -76,6 +78,11 @@ class StepCoefficients(NamedTuple):
         """With a ``grad_scale`` that the host knows."""
         return cls(lr, beta1, beta2, weight_decay, Number.known(grad_scale))
 
+    @property
+    def of_gradient(self) -> tuple[float, ...]:
+        """The numbers of ``AdamW.accumulate``, in double precision."""
+        return self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
+
 
 class WindowCoefficients(NamedTuple):
     """The numbers of the one step that the weights take when an update window is flushed."""
@@ -88,6 +95,10 @@ class WindowCoefficients(NamedTuple):
     """The rate divided by 1 - beta1 ** step, with the last gradient's beta1, as in ``torch.optim.AdamW``"""
     bias_correction2_sqrt: float
     """sqrt(1 - beta2 ** step), with the last gradient's beta2"""
+
+    def of_window(self, eps: float) -> tuple[float, ...]:
+        """The numbers of ``AdamW.apply``."""
+        return self.decay, self.step_size, self.bias_correction2_sqrt, eps
 
 
 def window_coefficients(coefficients: Sequence[StepCoefficients], step: int) -> WindowCoefficients:
@@ -130,8 +141,7 @@ def rule_p_(
 ) -> None:
     """Apply the gradients of one update window, in place, eagerly, on any device.
 
-    Computes in the master's dtype, in the order of operations of ``torch.optim.AdamW`` (single tensor), so that a
-    window of one gradient agrees with it to rounding.
+    Computes in the master's dtype, by the definition of the rule.
 
     Args:
         master, exp_avg, exp_avg_sq: state, of one shape and dtype (fp32 in training); updated in place.
@@ -146,15 +156,15 @@ def rule_p_(
     if len(gradients) != len(coefficients):
         raise ValueError(f"{len(gradients)} gradients for {len(coefficients)} coefficients: there must be one each")
     if coefficients:
-        window = window_coefficients(coefficients, step)
-        for gradient, own in zip(gradients, coefficients, strict=True):
-            grad = gradient.to(exp_avg.dtype)
-            if own.grad_scale.value != 1.0:
-                grad = grad * own.grad_scale.for_fp32()  # not in place: .to() may have returned the caller's tensor
-            exp_avg.lerp_(grad, 1.0 - own.beta1)
-            exp_avg_sq.mul_(own.beta2).addcmul_(grad, grad, value=1.0 - own.beta2)
-        master.mul_(window.decay)
-        denominator = (exp_avg_sq.sqrt() / window.bias_correction2_sqrt).add_(eps)
-        master.addcdiv_(exp_avg, denominator, value=-window.step_size)
+        scaled = (
+            gradient.to(exp_avg.dtype) * own.grad_scale.for_fp32()
+            for gradient, own in zip(gradients, coefficients, strict=True)
+        )
+        of_gradient = [own.of_gradient for own in coefficients]
+        of_window = window_coefficients(coefficients, step).of_window(eps)
+        state = (master, exp_avg, exp_avg_sq)
+        moved, arrays = run_window(ADAMW, master, state[1:], [*scaled], of_gradient, of_window)
+        for each, new in zip(state, (moved, *arrays), strict=True):
+            each.copy_(new)
     if out is not None:
         out.copy_(master)

@@ -22,6 +22,7 @@ error.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from torch import Tensor
 
 from zenflow_compile.native.library import DTYPES, StoredState
 from zenflow_compile.planning.plan import QUANTIZATION_BLOCK, ParamPlan
+from zenflow_compile.rules.adamw import ADAMW
+from zenflow_compile.rules.rule import MOST_ARRAYS, Array
 
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.int8}
 _MANTISSA, _MANTISSA_SQUARE = 3, 4  # bits of codes
@@ -59,11 +62,13 @@ class StateForm:
         split: masters are split.
         moments: ``"fp32"``, ``"bf16"`` or ``"fp8"``.
         length: elements of a slice. fp32 and bf16 moments do not depend on it.
+        arrays: of the rule.
     """
 
     split: bool = False
     moments: str = "fp32"
     length: int = 1
+    arrays: tuple[Array, ...] = ADAMW.arrays
 
     @classmethod
     def of_deferred(cls, plan: ParamPlan) -> StateForm:
@@ -144,12 +149,17 @@ class StateForm:
 
     def describe(self, state: Sequence[Tensor], weights: Tensor | None) -> StoredState:
         """Describe stored tensors for native code. The result keeps none of them alive."""
+        master, *arrays = (each.data_ptr() for each in state)
         return StoredState(
-            *(each.data_ptr() for each in state),
+            master=master,
+            arrays=(ctypes.c_void_p * MOST_ARRAYS)(*arrays),
             weights=None if weights is None else weights.data_ptr(),
             length=self.length,
             split=self.split,
             moments=DTYPES[_MOMENTS[self.moments]],
+            count=len(self.arrays),
+            rounded=sum(array.rounded for array in self.arrays),
+            nonnegative=sum(1 << number for number, array in enumerate(self.arrays) if array.nonnegative),
         )
 
 

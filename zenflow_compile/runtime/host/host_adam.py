@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.native.build import BuildError
-from zenflow_compile.native.library import DTYPES, LateScale, Step, UpdateWindow, library
+from zenflow_compile.native.library import DTYPES, LateScale, Step, UpdateWindow, library, rule_address
 from zenflow_compile.native.storage_reads import storage_reads
 from zenflow_compile.planning.plan import FP32_BYTES
+from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_, window_coefficients
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private
@@ -66,6 +67,7 @@ def check_native_code() -> None:
         BuildError: there is no C++ compiler, or its code does not run here; the message has the reason and a remedy.
     """
     storage_reads()
+    library()
     kernel = HostAdam(torch.bfloat16, torch.bfloat16, 2)
     # The host is named, and modes of the caller are left: the first optimizer may be made in any context.
     with torch_private.outside_of_transforms(), torch_private.one_intra_op_thread():
@@ -111,7 +113,8 @@ class HostAdam:
         self.gradient_dtype = gradient_dtype
         self.out_dtype = out_dtype
         self.max_gradients = max_gradients
-        self._run = library().zenflow_update
+        self._address = rule_address(ADAMW)
+        self._run = ctypes.CFUNCTYPE(None, ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)(self._address)
 
     def __call__(self, update: WindowUpdate, part: slice) -> None:
         """Apply rule P in place to the elements ``part``. Threads may do so at the same time on disjoint parts.
@@ -141,6 +144,7 @@ class HostAdam:
         window = UpdateWindow(
             state=update.form.describe(update.state, update.weights),
             out=update.out.data_ptr(),
+            update=self._address,
             count=count,
             gradient_dtype=DTYPES[self.gradient_dtype],
             out_dtype=DTYPES[self.out_dtype],
@@ -159,16 +163,14 @@ def put_numbers(
     # Each number is computed in double precision, and rounded to fp32 where it is stored.
     steps = (Step * len(coefficients))()
     for number, (own, to) in enumerate(zip(coefficients, steps, strict=True)):
-        to.beta1, to.beta1_rest, to.beta2, to.beta2_rest = own.beta1, 1.0 - own.beta1, own.beta2, 1.0 - own.beta2
+        to.numbers = type(to.numbers)(*own.of_gradient)
         scale = own.grad_scale
         to.grad_scale = scale.value
         if scale.cells:
             cells = (ctypes.c_void_p * len(scale.cells))(*(cell.data_ptr() for cell in scale.cells))
             late.append(LateScale(cells, len(cells), number, scale.factor))
-    window.steps, window.eps, window.random = steps, eps, step
-    whole = window_coefficients(coefficients, step)
-    window.decay, window.step_size = whole.decay, whole.step_size
-    window.bias_correction2_sqrt = whole.bias_correction2_sqrt
+    window.steps, window.random = steps, step
+    window.numbers = type(window.numbers)(*window_coefficients(coefficients, step).of_window(eps))
     return steps, late
 
 

@@ -63,7 +63,7 @@ class ExchangeWork(Work):
         weights = self.weights
         exchange = Exchange(rows=self.rows.data_ptr(), state=self.form.describe(self.state, weights))
         exchange.state.length = self.blocks[0].shape[1]
-        exchange.block[:] = [each.data_ptr() for each in self.blocks]
+        exchange.block = type(exchange.block)(*(each.data_ptr() for each in self.blocks))
         if weights is not None:
             # Native code gets an address alone: another layout would be written out of bounds.
             assert weights.shape == (len(self.state[0]), self.blocks[0].shape[1])

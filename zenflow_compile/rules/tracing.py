@@ -1,0 +1,135 @@
+"""Traces the functions of a rule to pointwise operations, each with one result per element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zenflow_compile.rules.rule import MOST_ARRAYS, MOST_NUMBERS, MOST_ROUNDED, Rule, named
+
+_ATEN = torch.ops.aten
+OPERATIONS = {
+    _ATEN.add.Tensor: "+",
+    _ATEN.sub.Tensor: "-",
+    _ATEN.rsub.Scalar: "-",
+    _ATEN.mul.Tensor: "*",
+    _ATEN.div.Tensor: "/",
+    _ATEN.neg.default: "negative",
+    _ATEN.abs.default: "magnitude",
+    _ATEN.sign.default: "sign",
+    _ATEN.sqrt.default: "root",
+    _ATEN.maximum.default: "larger",
+}
+"""What a rule may compute with: each is exact, or rounded one time, wherever it runs."""
+_ALLOWED = ("+", "-", "*", "/", "abs", "sign", "sqrt", "maximum")
+_ELEMENTS = 3  # of the tensors that are traced
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``name = operation(arguments)``: names, or numbers as they were written."""
+
+    name: str
+    operation: str
+    arguments: tuple[str | float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A traced function. Inputs are named ``weight``, ``gradient``, ``state.NAME`` and ``c.NAME``."""
+
+    lines: tuple[Line, ...]
+    results: tuple[str, ...]
+
+    @property
+    def reads_weight(self) -> bool:
+        return "weight" in self.results or any("weight" in line.arguments for line in self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Both functions of a rule."""
+
+    accumulate: Function
+    apply: Function
+
+
+def trace(rule: Rule) -> Traced:
+    """Trace the functions of ``rule``.
+
+    Raises:
+        ValueError: a function uses another operation, reads other elements, or returns something else than a number
+            per element; or the rule has too many arrays or numbers.
+    """
+    kind = type(rule).__name__
+    rounded = [array.rounded for array in rule.arrays]
+    for what, count, most in (
+        ("arrays and values of a window", len(rule.values), MOST_ARRAYS),
+        ("arrays that may be rounded", sum(rounded), MOST_ROUNDED),
+        ("numbers of_gradient", len(rule.of_gradient), MOST_NUMBERS),
+        ("numbers of_window", len(rule.of_window), MOST_NUMBERS),
+    ):
+        if count > most:
+            raise ValueError(f"{kind} has {count} {what}; a rule has at most {most}: compute with fewer")
+    if rounded != sorted(rounded, reverse=True):
+        raise ValueError(f"{kind}.arrays must have those that may be rounded first; change their order")
+
+    def accumulate(weight: Any, gradient: Any, values: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        return rule.accumulate(weight, named(rule.values, values), gradient, named(rule.of_gradient, numbers))
+
+    def apply(weight: Any, _: Any, values: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        return (rule.apply(weight, named(rule.values, values), named(rule.of_window, numbers)),)
+
+    return Traced(
+        _function(f"{kind}.accumulate", accumulate, rule.values, rule.of_gradient, len(rule.values)),
+        _function(f"{kind}.apply", apply, rule.values, rule.of_window, 1),
+    )
+
+
+def _function(
+    name: str, function: Callable[..., Any], values: Sequence[str], numbers: Sequence[str], results: int
+) -> Function:
+    def element() -> torch.Tensor:
+        return torch.ones(_ELEMENTS, device="cpu")
+
+    given = (element(), element(), [element() for _ in values], [torch.ones((), device="cpu") for _ in numbers])
+    try:
+        graph = make_fx(function)(*given).graph
+    except Exception as error:
+        raise ValueError(f"{name} cannot be traced: {error}; it must be pure arithmetic on its arguments") from error
+    inputs = iter(["weight", "gradient", *(f"state.{each}" for each in values), *(f"c.{each}" for each in numbers)])
+    names: dict[Node, str] = {}
+    of_elements: set[str] = set()
+    lines: list[Line] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = next(inputs)
+            if not names[node].startswith("c."):
+                of_elements.add(names[node])
+        elif node.op == "call_function":
+            if node.target not in OPERATIONS or node.kwargs:
+                raise ValueError(f"{name} uses {node.target}; a rule may use {', '.join(_ALLOWED)} on elements")
+            arguments = tuple(names[each] if isinstance(each, Node) else float(each) for each in node.args)
+            if node.target is _ATEN.rsub.Scalar:
+                arguments = arguments[::-1]
+            if of_elements.isdisjoint(arguments):
+                raise ValueError(f"{name}: {_short(node.target)} of numbers alone; compute it where they are made")
+            names[node] = made = f"v{len(lines)}"
+            of_elements.add(made)
+            lines.append(Line(made, OPERATIONS[node.target], arguments))
+    returned = graph.output_node().args[0]
+    if not isinstance(returned, (tuple, list)) or len(returned) != results:
+        raise ValueError(f"{name} must return {results} values, one for each of its arrays and values of a window")
+    found = tuple(names.get(each, "") if isinstance(each, Node) else "" for each in returned)
+    if not of_elements.issuperset(found):
+        raise ValueError(f"{name} must return a number for each element, computed from its arguments")
+    return Function(tuple(lines), found)
+
+
+def _short(target: Any) -> str:
+    return str(target).removeprefix("aten.").partition(".")[0]
