@@ -107,9 +107,7 @@ class SlowHost:
 
         def with_slow_input(job: Job, work: Work, inputs: Sequence[Any], *rest: Any, **place: Any) -> None:
             if isinstance(work, UpdateWork):
-                update = replace(
-                    work.addresses.owner, coefficients=work.coefficients, step=work.taken, eps=work.eps
-                )  # fmt: skip
+                update = replace(work.addresses.owner, coefficients=work.coefficients, step=work.taken)
                 work.bounds = bounds_of([slice(0, 0)])
                 ticket = ThreadTicket()
                 with host._wake:

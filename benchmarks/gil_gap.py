@@ -46,7 +46,7 @@ def measure(adam: HostAdam, numel: int, slots: int, dtype: torch.dtype = torch.b
     out = torch.zeros(numel, dtype=dtype)
     gradients = [torch.full((numel,), 0.01, dtype=dtype) for _ in range(slots)]
     coefficients = [StepCoefficients.known(1e-4, 0.9, 0.999, 0.01, 1.0)] * slots
-    update = partial(adam, WindowUpdate(state, out, gradients, coefficients, step=slots, eps=1e-8), slice(0, numel))
+    update = partial(adam, WindowUpdate(state, out, gradients, coefficients, step=slots), slice(0, numel))
     update()  # touches every page
     return spin_beside(update)
 

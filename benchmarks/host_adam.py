@@ -83,7 +83,7 @@ class Window:
             rows.write([each.view(-1, LENGTH) for each in self.state])
             state = [each.view(-1) for each in rows.stored]
         update = WindowUpdate(
-            state, out, self.gradients, self._coefficients, self.slots, 1e-8, form, out if form.split else None
+            state, out, self.gradients, self._coefficients, self.slots, form, out if form.split else None
         )
         return partial(adam, update)
 

@@ -42,7 +42,7 @@ NODES = {
 
 ENTRIES = {**NODES, "accept_grad": "intake", "end_backward": "intake"}  # hooks and callbacks of autograd, too
 OPERATORS = (
-    (column_ops, "norms_and_split"), (column_ops, "adam_columns_"), (column_ops, "merge_columns"),
+    (column_ops, "norms_and_split"), (column_ops, "update_columns_"), (column_ops, "merge_columns"),
     (ResidentAdam, "update"), (slice_updates, "feed_scores"),
     (schedule, "count_leaving"), (DeviceState, "best_slices"), (DeviceState, "better_slices"),
 )  # fmt: skip

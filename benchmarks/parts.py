@@ -41,7 +41,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
     "split and norms": ((column_ops, "norms_and_split", _norms_alone),),
-    "AdamW on selected slices": ((column_ops, "adam_columns_", _nothing),),
+    "AdamW on selected slices": ((column_ops, "update_columns_", _nothing),),
     "scores and selection": ((slice_updates, "feed_scores", _nothing), (Schedule, "selection", _nothing)),
     "copies": ((thread_lane, "copy_without_gil", _nothing),),
     "merges": ((column_ops, "merge_columns", _nothing),),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import re
 import sys
@@ -236,6 +237,9 @@ class CallCounter:
         return min(rounds, key=Counter.total)
 
 
+_runs = itertools.count()
+
+
 def calls_of_step(layers: int, width: int, **options: Any) -> Counter[str]:
     """The calls of a backward, a step, ``zero_grad`` and the next forward of ``layers`` matrices, in all threads."""
     import torch
@@ -247,7 +251,10 @@ def calls_of_step(layers: int, width: int, **options: Any) -> Counter[str]:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     inputs = torch.randn(8, width)
     with CallCounter() as counter:
-        optimizer = ZenFlowAdamW(model.named_parameters(), min_offload_size=1, workers=1, **options)
+        # Another rate for each optimizer: the numbers of a step are computed one time for all parameters with equal ones.
+        optimizer = ZenFlowAdamW(
+            model.named_parameters(), lr=1e-3 + 1e-6 * next(_runs), min_offload_size=1, workers=1, **options
+        )
         call = torch.compile(model, backend="zenflow", options={"inner": "eager"})
         losses = [call(inputs).square().mean()]
 

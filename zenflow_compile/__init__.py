@@ -10,7 +10,7 @@ from zenflow_compile import entry_point
 if TYPE_CHECKING:
     from zenflow_compile.compiler.ownership import optimizer_of
     from zenflow_compile.explanation import explain
-    from zenflow_compile.optimizer import ZenFlowAdamW
+    from zenflow_compile.optimizer import ZenFlow, ZenFlowAdamW
     from zenflow_compile.options.deepspeed import read_deepspeed_config
     from zenflow_compile.prediction.predict import plan, simulate
     from zenflow_compile.profiling.compare import compare
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Profile",
+    "ZenFlow",
     "ZenFlowAdamW",
     "compare",
     "explain",
@@ -34,6 +35,7 @@ __all__ = [
 
 _MODULES = {
     "Profile": "profiling.profiler",
+    "ZenFlow": "optimizer",
     "ZenFlowAdamW": "optimizer",
     "compare": "profiling.compare",
     "explain": "explanation",

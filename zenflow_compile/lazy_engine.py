@@ -20,8 +20,10 @@ from torch.nn import Parameter
 
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.measure.this_machine import measured_hardware
+from zenflow_compile.native.library import rule_address
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
@@ -60,7 +62,12 @@ class LazyEngine:
     """
 
     def __init__(
-        self, optimizer: Any, given: Options, backward_ended: Callable[[Any], None], ranks: RankGroup | None
+        self,
+        optimizer: Any,
+        given: Options,
+        rule: Rule,
+        backward_ended: Callable[[Any], None],
+        ranks: RankGroup | None,
     ) -> None:
         self.built: Engine | None = None
         self._ranks = ranks
@@ -69,6 +76,7 @@ class LazyEngine:
         self._alone = optimizer._trains_alone
         self._closed = self._taken_over = False
         self._given = self._options = given
+        self._rule = rule
         self._updating_in_backward = optimizer._steps_in_backward
         self._backward_ended = backward_ended
         self._lock = threading.RLock()  # first gradients may arrive in several threads at once
@@ -78,6 +86,7 @@ class LazyEngine:
         self._calls = [len(self._groups)]
         params = [param for group in self._groups for param in group["params"]]
         check_native_code()
+        rule_address(rule)
         _check_offloaded_weights(given, alone=ranks is None)
         if given.offload_weights == "auto":
             check_room(device_of(params[0].device))
@@ -242,12 +251,18 @@ class LazyEngine:
         refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
         check_devices(self.claim.params, device)
         _check_offloaded_weights(self._given, alone=self._ranks is None)
-        options = _resolve(self._given, named, in_backward=self._updating_in_backward)
+        options = _resolve(self._given, named, self._rule, in_backward=self._updating_in_backward)
         if self._ranks is not None:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
         sharded = sharding_of(self.claim.params) is not None
         engine = Engine(
-            self._groups, options, device, in_backward=self._updating_in_backward, ranks=self._ranks, sharded=sharded
+            self._groups,
+            options,
+            self._rule,
+            device,
+            in_backward=self._updating_in_backward,
+            ranks=self._ranks,
+            sharded=sharded,
         )
         try:
             for first, stop in pairwise((0, *self._calls)):
@@ -279,7 +294,7 @@ class LazyEngine:
         for first, stop in pairwise((0, *self._calls)):
             new = [pair for group in named[first:stop] for pair in group]
             upto = local_parts(params)[: len(plan.params) + len(new)]
-            plan = checked_plan(plan, upto, new, self._options, freed=freed, processes=local_ranks().size)
+            plan = checked_plan(plan, upto, new, self._options, self._rule, freed=freed, processes=local_ranks().size)
 
 
 def _owners_of(params: Sequence[Tensor]) -> list[LazyEngine]:
@@ -337,7 +352,9 @@ def _chosen_by_model(options: Options) -> bool:
     return options.policy == "auto" or options.measures_stride
 
 
-def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], *, in_backward: bool) -> Options:
+def _resolve(
+    options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], rule: Rule, *, in_backward: bool
+) -> Options:
     """Let the performance model choose the options that are left to it, from measurements of this machine."""
     if not _chosen_by_model(options):
         return options
@@ -353,7 +370,7 @@ def _resolve(options: Options, named: Sequence[Sequence[tuple[str, Parameter]]],
     if options.tokens_per_step is None:  # the device's own work is not known: the update alone is made short
         machine = replace(machine, device_flops=math.inf)
     scenario = forecast.Scenario(
-        model=shape_of(specs_of(pairs)),
+        model=shape_of(specs_of(pairs, rule)),
         hardware=machine,
         tokens=options.tokens_per_step or 1,
         options=options,

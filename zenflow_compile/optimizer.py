@@ -1,4 +1,4 @@
-"""``ZenFlowAdamW``: an AdamW optimizer whose state a plan divides between device and host."""
+"""``ZenFlow`` and ``ZenFlowAdamW``: optimizers whose state a plan divides between device and host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from zenflow_compile.lazy_engine import LazyEngine, check_devices
 from zenflow_compile.options.deepspeed import read_deepspeed_config
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import TRAINED
+from zenflow_compile.rules.adamw import ADAMW
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime.checkpoint import save_load
 from zenflow_compile.runtime.checkpoint.save_load import TO_CHANGE_STATE
 from zenflow_compile.runtime.engine import Engine
@@ -46,8 +48,8 @@ _NO_GRADIENT = (
 )
 
 
-class ZenFlowAdamW(torch.optim.Optimizer):
-    """AdamW that updates selected columns on the device and the deferred ones asynchronously on the host.
+class ZenFlow(torch.optim.Optimizer):
+    """Updates parameters by a rule, selected columns on the device and the deferred ones asynchronously on the host.
 
     Create it before ``torch.compile(model, backend="zenflow")`` sees its first batch; without ``torch.compile`` it
     works as well, with less overlap. State is allocated at the first use (a compilation, a gradient, ``state_dict()``),
@@ -61,19 +63,15 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Reports and errors show the names.
-        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; may differ between groups and change at any
-            time.
-        foreach, fused: keywords of ``torch.optim.AdamW``, without effect: updates are always fused.
-        amsgrad, capturable, differentiable: keywords of ``torch.optim.AdamW``, accepted only with values that have no
-            effect: False and None.
+        rule: of ``zenflow_compile.rules``, or another one, with the numbers that param groups have by default. They may
+            differ between groups and change at any time.
+        maximize: as in PyTorch's optimizers; may differ between groups, too.
         process_group: the ranks that train this model together, as a process group or a device mesh: gradients are
             averaged over them, and each rank has its share of the state and of the updates of offloaded parameters.
             The ranks of a machine, or of a row of a mesh of two dimensions, divide one copy; there is a copy for each.
             All ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
             (DistributedDataParallel, ``all_reduce(p.grad)``). None: one process trains, or ``fully_shard`` has sharded
             the model, which brings its ranks.
-        config: a DeepSpeed configuration, as a path or a dict, for everything that the other arguments leave out; see
-            :func:`~zenflow_compile.options.deepspeed.read_deepspeed_config`.
         **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
             (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
 
@@ -90,35 +88,36 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
+        rule: Rule,
         *,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        numbers: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        if config is not None:
-            passed = {name: value for name, value in numbers.items() if was_given(name, value)}
-            read = read_deepspeed_config(config, **passed, **options)
-            numbers |= {name: read.pop(name) for name in numbers if name in read}
-            options = read
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"rule={rule!r} must be an instance of a rule, such as zenflow_compile.rules.Lion(lr=1e-4), and is of "
+                f"type {type(rule).__name__}"
+            )
+        # Of this name a state of another rule is refused; PyTorch's optimizers have no such number.
+        self._set_up(params, rule, {"rule": type(rule).__name__, "maximize": maximize}, process_group, options)
+
+    def _set_up(
+        self,
+        params: Iterable[Any],
+        rule: Rule,
+        numbers: Mapping[str, Any],
+        process_group: ProcessGroup | DeviceMesh | Literal[False] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """``numbers``: of param groups, where they are not those of the rule."""
         given = Options.from_keywords(**options)
         given.warn_of_unread()
+        self.rule = rule
         self._stepped = False
         self._warned_of_no_gradient = False
-        defaults = numbers | {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
-        defaults |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
-        defaults["decoupled_weight_decay"] = True  # of AdamW: PyTorch loads a state into groups of the same names
-        check_group(defaults)  # also where every group overrides them
+        defaults = {**dict(rule.numbers), **numbers}
+        check_group(defaults, rule)  # also where every group overrides them
         super().__init__(_iterable(params), defaults)
         params = [param for group in self.param_groups for param in group["params"]]
         if not params:
@@ -126,16 +125,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         check_devices(params, params[0].device)
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
-        self._lazy_engine = LazyEngine(self, given, _backward_ended, ranks)
+        self._lazy_engine = LazyEngine(self, given, rule, _backward_ended, ranks)
         adapt_known_readers()
-
-    @classmethod
-    def _updating_in_backward(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
-        """The optimizer of a model compiled with options and no optimizer object: steps at the end of each backward."""
-        optimizer = cls.__new__(cls)
-        optimizer._steps_in_backward = True
-        cls.__init__(optimizer, named_params, **keywords)
-        return optimizer
 
     @property
     def options(self) -> Options:
@@ -155,7 +146,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: the optimizer is closed.
-            ValueError: see :class:`ZenFlowAdamW`; the next use tries again.
+            ValueError: see :class:`ZenFlow`; the next use tries again.
         """
         return self._lazy_engine.engine
 
@@ -215,7 +206,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not constructing:
             self._lazy_engine.check_open()
         given, param_group = param_group, _materialized(param_group)
-        check_group({**self.defaults, **param_group})
+        check_group({**self.defaults, **param_group}, self.rule)
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
         for param in params:
             _check_param(param)
@@ -435,7 +426,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """End training: apply the gradients in update windows and all updates, free host memory."""
         self._lazy_engine.close(flush=True)
 
-    def __enter__(self) -> ZenFlowAdamW:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -461,9 +452,79 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             TypeError: always. Threads and host memory cannot be copied, nor parameters owned by two optimizers.
         """
         raise TypeError(
-            "a ZenFlowAdamW cannot be copied or pickled; save its state_dict(), and load it into a new one over the "
-            "other model's parameters"
+            f"a {type(self).__name__} cannot be copied or pickled; save its state_dict(), and load it into a new one "
+            "over the other model's parameters"
         )
+
+
+class ZenFlowAdamW(ZenFlow):
+    """AdamW that updates selected columns on the device and the deferred ones asynchronously on the host.
+
+    See :class:`ZenFlow`, of which it is the one with AdamW's rule and arguments.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or param groups. Reports and errors show the names.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``; may differ between groups and change at any
+            time.
+        foreach, fused: keywords of ``torch.optim.AdamW``, without effect: updates are always fused.
+        amsgrad, capturable, differentiable: keywords of ``torch.optim.AdamW``, accepted only with values that have no
+            effect: False and None.
+        process_group: the ranks that train this model together, as a process group or a device mesh: gradients are
+            averaged over them, and each rank has its share of the state and of the updates of offloaded parameters.
+            The ranks of a machine, or of a row of a mesh of two dimensions, divide one copy; there is a copy for each.
+            All ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
+            (DistributedDataParallel, ``all_reduce(p.grad)``). None: one process trains, or ``fully_shard`` has sharded
+            the model, which brings its ranks.
+        config: a DeepSpeed configuration, as a path or a dict, for everything that the other arguments leave out; see
+            :func:`~zenflow_compile.options.deepspeed.read_deepspeed_config`.
+        **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
+            (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
+
+    Raises:
+        ValueError: a value out of range, parameters on different devices, several ranks and no ``process_group``, a
+            group that does not hold this rank, or more host memory needed than there is. Nothing has been changed
+            then. Errors that only
+            the first use can find raise there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
+        TypeError: an unknown option, or a complex or sparse parameter, or one of 8 bits that requires a gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        numbers: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        if config is not None:
+            passed = {name: value for name, value in numbers.items() if was_given(name, value)}
+            read = read_deepspeed_config(config, **passed, **options)
+            numbers |= {name: read.pop(name) for name in numbers if name in read}
+            options = read
+        self.rule: Rule = ADAMW
+        switches = {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
+        switches |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
+        switches["decoupled_weight_decay"] = True  # of AdamW: PyTorch loads a state into groups of the same names
+        self._set_up(params, ADAMW, numbers | switches, process_group, options)
+
+    @classmethod
+    def _updating_in_backward(cls, named_params: Sequence[tuple[str, Parameter]], **keywords: Any) -> ZenFlowAdamW:
+        """The optimizer of a model compiled with options and no optimizer object: steps at the end of each backward."""
+        optimizer = cls.__new__(cls)
+        optimizer._steps_in_backward = True
+        cls.__init__(optimizer, named_params, **keywords)
+        return optimizer
 
 
 _PARAMETERS = inspect.signature(ZenFlowAdamW).parameters
@@ -474,7 +535,7 @@ def was_given(name: str, value: object) -> bool:
     return value is not _PARAMETERS[name].default
 
 
-def _backward_ended(optimizer: ZenFlowAdamW) -> None:
+def _backward_ended(optimizer: ZenFlow) -> None:
     """Step after the last declared backward, in the optimizer-in-backward form."""
     engine = optimizer.engine
     if engine.backward.count >= (optimizer.options.gradient_accumulation_steps or 1) and engine.steps.has_gradients:

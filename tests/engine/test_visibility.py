@@ -197,7 +197,7 @@ def test_every_write_bumps_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 2)
     training.optimizer.synchronize()
     monkeypatch.setattr(column_ops, "merge_columns", lambda *args: None)
-    monkeypatch.setattr(column_ops, "adam_columns_", lambda *args, **keywords: None)
+    monkeypatch.setattr(column_ops, "update_columns_", lambda *args, **keywords: None)
     weights = [each.param for each in training.optimizer.engine.offloaded.values()]
     versions = [[weight._version for weight in weights]]
     training.step(2)

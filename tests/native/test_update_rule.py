@@ -20,12 +20,11 @@ from zenflow_compile.native import build
 from zenflow_compile.native.library import UpdateWindow, library
 from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.rules.cpp import printed
-from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
+from zenflow_compile.runtime.adam_rule import StepCoefficients, window_numbers
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, scales_and_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, -1e-42, 3e38, -3e38, 65504.0, 1e-7, 1e5)
-EPS = 1e-8
 
 
 def coefficients(count: int) -> list[StepCoefficients]:
@@ -40,13 +39,13 @@ def formula(update: WindowUpdate) -> list[Tensor]:
     (master, m, v), given = update.state, update.coefficients
     for gradient, own in zip(update.gradients, given, strict=True):
         whole = expanded(gradient, slice(0, m.numel())) if gradient.dtype == torch.int8 else gradient.float()
-        g = whole * own.grad_scale.value
-        m = own.beta1 * m + (1.0 - own.beta1) * g
-        v = own.beta2 * v + (1.0 - own.beta2) * g * g
-    window = window_coefficients(given, update.step)
+        g, of_step = whole * own.grad_scale.value, own.options
+        m = of_step.beta1 * m + (1.0 - of_step.beta1) * g
+        v = of_step.beta2 * v + (1.0 - of_step.beta2) * g * g
+    decay, step_size, bias_correction2_sqrt, eps = window_numbers(given, update.step).of_window
     # PyTorch's root of fp32 may be off by one unit. It divides by a number by its reciprocal, which rounds two times.
-    root, correction = v.double().sqrt().float(), torch.full_like(v, window.bias_correction2_sqrt)
-    new = window.decay * master - window.step_size * m / (root / correction + update.eps)
+    root, correction = v.double().sqrt().float(), torch.full_like(v, bias_correction2_sqrt)
+    new = decay * master - step_size * m / (root / correction + eps)
     return [new, m, v, new.to(update.out.dtype)]
 
 
@@ -70,7 +69,7 @@ def update_of(numel: int, count: int, dtype: torch.dtype, out_dtype: torch.dtype
             values.copy_(torch.randint(-128, 128, values.shape, generator=generator))
     else:
         gradients = [with_special(torch.randn(numel, generator=generator)).to(dtype) for _ in range(count)]
-    return WindowUpdate(state, torch.zeros(numel, dtype=out_dtype), gradients, coefficients(count), count + 2, EPS)
+    return WindowUpdate(state, torch.zeros(numel, dtype=out_dtype), gradients, coefficients(count), count + 2)
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
@@ -115,7 +114,7 @@ def test_chained_windows_have_the_bits_of_the_formula() -> None:
     first = update_of(1000, 2, torch.float16, torch.float16)
     check(first, torch.float16)
     gradients = [torch.randn(1000).half() for _ in range(2)]
-    check(WindowUpdate(first.state, first.out, gradients, coefficients(2), 6, EPS), torch.float16)
+    check(WindowUpdate(first.state, first.out, gradients, coefficients(2), 6), torch.float16)
 
 
 def test_neighbors_are_left_alone() -> None:
@@ -149,7 +148,7 @@ def test_other_cpus_have_the_same_bits(cpu: str, tmp_path: Path, monkeypatch: py
             out_dtype, length = (torch.bfloat16, 100) if dtype == torch.int8 else (dtype, 0)
             update = update_of(4100, 3, dtype, out_dtype, length)
             kernel = HostAdam(dtype, out_dtype, 3)
-            monkeypatch.setattr(kernel, "_run", other)
+            monkeypatch.setattr(kernel, "_run", lambda _: other)
             expected = formula(update)
             kernel(update, slice(0, 4100))
             assert all(same(*pair) for pair in zip((*update.state, update.out), expected, strict=True))
@@ -162,7 +161,7 @@ def test_contraction_would_change_bits(tmp_path: Path, monkeypatch: pytest.Monke
     with compiled_for(("-march=native", "-ffp-contract=fast"), tmp_path) as other:
         update = update_of(4101, 3, torch.float32, torch.float32)
         kernel = HostAdam(torch.float32, torch.float32, 3)
-        monkeypatch.setattr(kernel, "_run", other)
+        monkeypatch.setattr(kernel, "_run", lambda _: other)
         expected = formula(update)
         kernel(update, slice(0, 4101))
         assert not same(update.state[1], expected[1])

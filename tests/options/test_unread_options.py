@@ -102,7 +102,7 @@ def test_options_object_does_not_warn() -> None:
 def test_option_in_a_param_group_is_refused() -> None:
     model = mlp()
     groups = [{"params": model[0].parameters(), "topk_ratio": 0.9}, {"params": model[2].parameters()}]
-    with pytest.raises(ValueError, match=r"param group has topk_ratio=0\.9.*pass it to ZenFlowAdamW itself"):
+    with pytest.raises(ValueError, match=r"param group has topk_ratio=0\.9.*pass it to the optimizer itself"):
         ZenFlowAdamW(groups)
     optimizer = ZenFlowAdamW(model[0].parameters())
     with pytest.raises(ValueError, match=r"param group has policy='resident'"):

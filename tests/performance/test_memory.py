@@ -16,6 +16,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.performance.memory import needs_of
 from zenflow_compile.performance.model_shape import shape_of
 from zenflow_compile.planning.planners import divide, make_plan
+from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.workers import Workers
@@ -96,7 +97,7 @@ def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype
             optimizer.zero_grad()
     used = bytes_on_device(model, optimizer)
     assert optimizer.engine.registry.gradients.dense == 0
-    shape = shape_of(specs_of(list(model.named_parameters())))
+    shape = shape_of(specs_of(list(model.named_parameters()), ADAMW))
     options = Options(**{**SHARED, **given})
     needs = needs_of(
         make_plan(shape.params, options),

@@ -18,6 +18,7 @@ class Changed(AdamW):
     """AdamW with another function."""
 
     def __init__(self, accumulate: Any = None, apply: Any = None) -> None:
+        super().__init__()
         self.given = accumulate, apply
 
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_, window_coefficients
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_, window_numbers
 
 Make = Callable[..., Tensor]
 
@@ -30,13 +30,13 @@ def literal_rule_p(
     """Rule P for one weight, in Python floats: sums, products and powers written out."""
     decay, rate = 1.0, 0.0
     for gradient, own in zip(grads, coefficients, strict=True):
-        g = gradient * own.grad_scale.value
-        m = own.beta1 * m + (1 - own.beta1) * g
-        v = own.beta2 * v + (1 - own.beta2) * g * g
-        decay *= 1 - own.lr * own.weight_decay
-        rate += own.lr
-    m_hat = m / (1 - coefficients[-1].beta1 ** step)
-    v_hat = v / (1 - coefficients[-1].beta2 ** step)
+        g, of_step = gradient * own.grad_scale.value, own.options
+        m = of_step.beta1 * m + (1 - of_step.beta1) * g
+        v = of_step.beta2 * v + (1 - of_step.beta2) * g * g
+        decay *= 1 - of_step.lr * of_step.weight_decay
+        rate += of_step.lr
+    m_hat = m / (1 - coefficients[-1].options.beta1 ** step)
+    v_hat = v / (1 - coefficients[-1].options.beta2 ** step)
     return w * decay - rate * m_hat / (math.sqrt(v_hat) + eps), m, v
 
 
@@ -52,8 +52,8 @@ def test_one_gradient_is_adamw(make: Make, dtype: torch.dtype, tolerance: float)
         parameter.grad = gradient.clone()
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-        own = StepCoefficients.known(lr, 0.8, 0.95, 0.1)
-        rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [own], step=step, eps=1e-6)
+        own = StepCoefficients.known(lr, 0.8, 0.95, 0.1, eps=1e-6)
+        update_window_((weight, exp_avg, exp_avg_sq), [gradient], [own], step=step)
     torch.testing.assert_close(weight, parameter.detach(), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(exp_avg, optimizer.state[parameter]["exp_avg"], rtol=tolerance, atol=tolerance)
 
@@ -71,7 +71,7 @@ def test_windows_equal_the_literal_rule(make: Make, per_window: int) -> None:
         ]
         gradients = [make(size, dtype=torch.float64) for _ in coefficients]
         step += len(coefficients)
-        rule_p_(weight, exp_avg, exp_avg_sq, gradients, coefficients, step=step, eps=eps)
+        update_window_((weight, exp_avg, exp_avg_sq), gradients, coefficients, step=step)
         literal = [
             literal_rule_p(w, m, v, [float(g[i]) for g in gradients], coefficients, step, eps)
             for i, (w, m, v) in enumerate(literal)
@@ -87,7 +87,7 @@ def test_half_precision_gradients_are_widened_first(make: Make, dtype: torch.dty
     untouched = gradient.clone()
     out = torch.empty(64, dtype=dtype)
     own = StepCoefficients.known(1e-2, 0.9, 0.999, 0.01, 1 / 3)
-    rule_p_(weight, exp_avg, exp_avg_sq, [gradient], [own], step=1, eps=1e-8, out=out)
+    update_window_((weight, exp_avg, exp_avg_sq), [gradient], [own], step=1, out=out)
     torch.testing.assert_close(exp_avg, (gradient.float() * (1 / 3)) * 0.1, rtol=1e-6, atol=0)
     assert torch.equal(out, weight.to(dtype))
     assert torch.equal(gradient, untouched)
@@ -97,7 +97,7 @@ def test_scaling_leaves_the_gradient_unchanged(make: Make) -> None:
     gradient = make(8)
     untouched = gradient.clone()
     own = StepCoefficients.known(1e-2, 0.9, 0.999, 0.01, 0.25)
-    rule_p_(make(8), torch.zeros(8), torch.zeros(8), [gradient], [own], step=1, eps=1e-8)
+    update_window_((make(8), torch.zeros(8), torch.zeros(8)), [gradient], [own], step=1)
     assert torch.equal(gradient, untouched)
 
 
@@ -105,7 +105,7 @@ def test_window_of_missing_gradients_writes_out_only(make: Make) -> None:
     state = make(8), make(8), make(8).abs()
     before = [tensor.clone() for tensor in state]
     out = torch.full((8,), torch.nan, dtype=torch.bfloat16)
-    rule_p_(*state, [], [], step=0, eps=1e-8, out=out)
+    update_window_(state, [], [], step=0, out=out)
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
     assert torch.equal(out, before[0].bfloat16())
 
@@ -114,7 +114,7 @@ def test_rate_of_zero_moves_moments_only(make: Make) -> None:
     weight, exp_avg, exp_avg_sq = make(8), torch.zeros(8), torch.zeros(8)
     before = weight.clone()
     coefficients = [StepCoefficients.known(0.0, 0.9, 0.999, 0.1)] * 2
-    rule_p_(weight, exp_avg, exp_avg_sq, [make(8), make(8)], coefficients, step=2, eps=1e-8)
+    update_window_((weight, exp_avg, exp_avg_sq), [make(8), make(8)], coefficients, step=2)
     assert torch.equal(weight, before)
     assert exp_avg.abs().min() > 0
 
@@ -124,9 +124,9 @@ def test_bad_windows_raise_and_write_nothing(make: Make) -> None:
     state = make(8), make(8), make(8).abs()
     before = [tensor.clone() for tensor in state]
     with pytest.raises(ValueError, match="1 gradients for 2 coefficients"):
-        rule_p_(*state, [make(8)], [own, own], step=2, eps=1e-8)
+        update_window_(state, [make(8)], [own, own], step=2)
     with pytest.raises(ValueError, match="step=1 must be at least 2"):
-        rule_p_(*state, [make(8), make(8)], [own, own], step=1, eps=1e-8)
+        update_window_(state, [make(8), make(8)], [own, own], step=1)
     with pytest.raises(ValueError, match="no coefficients"):
-        window_coefficients([], 3)
+        window_numbers([], 3)
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))

@@ -61,7 +61,7 @@ def flushed(host: HostState, step: int) -> FlushedWindow:
         index, buffer = host.free_buffer(each)
         buffer.fill_(each)
         host.open.append(GradientBuffer(index, COEFFICIENTS, ThreadTicket.ended()))
-    return host.flush_window(at=step, eps=1e-8, deadline=0)
+    return host.flush_window(at=step, deadline=0)
 
 
 def run(window: FlushedWindow) -> None:
@@ -176,7 +176,7 @@ def test_interrupted_upload_leaves_its_buffer(monkeypatch: pytest.MonkeyPatch) -
     options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4}
     training = Training(None, options).run(0, 3)
     offloaded = next(each for each in training.optimizer.engine.offloaded.values() if each.host.open)
-    window = offloaded.updates.flush(at=3, eps=1e-8, selection=None, promptly=True)
+    window = offloaded.updates.flush(at=3, selection=None, promptly=True)
     assert window is not None
     assert window.buffer is not None
     offloaded.transport.workers.submit(window.job)

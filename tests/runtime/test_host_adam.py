@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gil_gap import measure, spin_beside
+from tests.support.coefficients import with_lr
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build
 from zenflow_compile.native.build import BuildError
 from zenflow_compile.native.library import library, rule_address
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, check_native_code
 from zenflow_compile.torch_internals import torch_private
 
@@ -64,7 +65,7 @@ def random_gradients(numel: int, count: int, dtype: torch.dtype) -> list[Tensor]
 def update(
     adam: HostAdam, state: State, gradients: list[Tensor], coefficients: tuple[StepCoefficients, ...], step: int
 ) -> None:
-    whole = WindowUpdate(state[:3], state.out, gradients, coefficients, step=step, eps=1e-8)
+    whole = WindowUpdate(state[:3], state.out, gradients, coefficients, step=step)
     adam(whole, slice(0, state.master.numel()))
 
 
@@ -73,7 +74,7 @@ def expect(
 ) -> None:
     """``state`` is what the eager rule makes of ``before``, and its out is exactly the cast of its master."""
     oracle = before.copy()
-    rule_p_(*oracle[:3], gradients, coefficients, step=step, eps=1e-8, out=oracle.out)
+    update_window_(oracle[:3], gradients, coefficients, step=step, out=oracle.out)
     for name, actual, expected in zip(State._fields[:3], state[:3], oracle[:3], strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
     assert torch.equal(state.out, state.master.to(state.out.dtype))
@@ -105,7 +106,7 @@ def test_long_odd_length_equals_the_rule() -> None:
 def test_betas_may_change_within_a_window() -> None:
     adam = HostAdam(torch.float32, torch.float32, MAX_GRADIENTS)
     coefficients = tuple(
-        StepCoefficients.known(each.lr, beta1, each.beta2, each.weight_decay)
+        StepCoefficients.known(each.options.lr, beta1, each.options.beta2, each.options.weight_decay)
         for each, beta1 in zip(COEFFICIENTS, (0.9, 0.9, 0.5, 0.0), strict=True)
     )
     state = State.random(1000, torch.float32)
@@ -120,7 +121,7 @@ def test_rate_of_zero_moves_moments_only() -> None:
     state = State.random(1000, torch.float32)
     before = state.copy()
     gradients = random_gradients(1000, 2, torch.float32)
-    coefficients = tuple(each._replace(lr=0.0) for each in COEFFICIENTS[:2])
+    coefficients = tuple(with_lr(each, 0.0) for each in COEFFICIENTS[:2])
     update(adam, state, gradients, coefficients, step=2)
     expect(state, before, gradients, coefficients, step=2)
     assert torch.equal(state.master, before.master)
@@ -242,7 +243,7 @@ def test_kernel_ignores_the_users_torch_settings() -> None:
                 update(adam, state, gradients, COEFFICIENTS[:2], step=5)
 
         run_in_thread(work)
-        rule_p_(*before[:3], gradients, COEFFICIENTS[:2], step=5, eps=1e-8, out=before.out)
+        update_window_(before[:3], gradients, COEFFICIENTS[:2], step=5, out=before.out)
         torch.testing.assert_close(state.master, before.master, rtol=1e-6, atol=1e-6)
 
 

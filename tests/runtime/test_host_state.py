@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.coefficients import with_lr
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
@@ -64,7 +65,7 @@ def put(host: HostState, value: Tensor | float, ticket: ThreadTicket | None = No
     """Put one step's gradient into the update window, as ``copy_to_host`` and ``commit`` do."""
     index, buffer = host.free_buffer(next_step(host))
     buffer.copy_(torch.as_tensor(value))
-    host.open.append(GradientBuffer(index, COEFFICIENTS._replace(lr=lr), ticket or copied()))
+    host.open.append(GradientBuffer(index, with_lr(COEFFICIENTS, lr), ticket or copied()))
     return index
 
 
@@ -89,11 +90,11 @@ def test_flushed_window_equals_rule_p() -> None:
     for window in (gradients[:3], gradients[3:5], gradients[5:]):
         for number, gradient in enumerate(window):
             put(host, gradient, lr=0.01 * (1 + number))
-        flushed = host.flush_window(at=taken, eps=1e-8, deadline=0)
+        flushed = host.flush_window(at=taken, deadline=0)
         run(flushed)
         taken += len(window)
-        coefficients = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(len(window))]
-        rule_p_(master, exp_avg, exp_avg_sq, window, coefficients, step=taken, eps=1e-8)
+        coefficients = [with_lr(COEFFICIENTS, 0.01 * (1 + number)) for number in range(len(window))]
+        update_window_((master, exp_avg, exp_avg_sq), window, coefficients, step=taken)
         for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(flushed.upload.content(), host.state().master, atol=0, rtol=0)
@@ -115,31 +116,31 @@ def test_reused_gradient_buffer_waits_for_its_job() -> None:
     host = host_of()
     for _ in range(3):
         put(host, 1.0)
-    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = host.flush_window(at=0, deadline=0)
     threading.Timer(0.05, lambda: run(flushed)).start()
     assert put(host, 2.0) == 0
     assert flushed.job.done()
-    assert host.state().exp_avg.abs().max() < 0.5  # of the ones, not of the twos
+    assert host.state()[1].abs().max() < 0.5  # of the ones, not of the twos
 
 
 def test_staleness_adds_a_buffer_and_an_upload() -> None:
     host = host_of(STALE)
     put(host, 1.0)
-    first = host.flush_window(at=0, eps=1e-8, deadline=0)
+    first = host.flush_window(at=0, deadline=0)
     assert put(host, 1.0) == 1  # without waiting for the first
-    second = host.flush_window(at=1, eps=1e-8, deadline=0)
+    second = host.flush_window(at=1, deadline=0)
     assert (first.visible_at, second.visible_at) == (2, 3)
     assert first.upload.content().data_ptr() != second.upload.content().data_ptr()
     run(first)
     run(second)
     put(host, 1.0)
-    assert host.flush_window(at=2, eps=1e-8, deadline=0).upload is first.upload
+    assert host.flush_window(at=2, deadline=0).upload is first.upload
 
 
 def test_update_is_visible_one_step_after_its_flush() -> None:
     host = host_of()
     put(host, 1.0)
-    assert host.flush_window(at=5, eps=1e-8, deadline=0).visible_at == 6
+    assert host.flush_window(at=5, deadline=0).visible_at == 6
 
 
 def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +151,11 @@ def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -
         host.state().master.fill_(1.0)
         for step in range(3):
             put(host, torch.full((24, 8), 0.5 + step))
-    flushed = cut.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = cut.flush_window(at=0, deadline=0)
     assert bytes_of_tasks(flushed) == [64 * (6 * 4 + 4 * 4)] * 3
     run(flushed)
     monkeypatch.undo()
-    reference = whole.flush_window(at=0, eps=1e-8, deadline=0)
+    reference = whole.flush_window(at=0, deadline=0)
     assert len(bytes_of_tasks(reference)) == 1
     run(reference)
     for actual, expected in zip(cut.state(), whole.state(), strict=True):
@@ -177,12 +178,12 @@ def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyP
         values.random_(-127, 128)
         put(host, block, lr=0.01 * (1 + number))
         gradients.append(values * scales.unsqueeze(1))
-    coefficients = [COEFFICIENTS._replace(lr=0.01 * (1 + number)) for number in range(3)]
-    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    coefficients = [with_lr(COEFFICIENTS, 0.01 * (1 + number)) for number in range(3)]
+    flushed = host.flush_window(at=0, deadline=0)
     assert len(bytes_of_tasks(flushed)) == 3
     run(flushed)
     flushed.job.wait()
-    rule_p_(master, exp_avg, exp_avg_sq, gradients, coefficients, step=3, eps=1e-8)
+    update_window_((master, exp_avg, exp_avg_sq), gradients, coefficients, step=3)
     for actual, expected in zip(host.state(), (master, exp_avg, exp_avg_sq), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
@@ -232,15 +233,15 @@ def test_job_waits_for_its_copies() -> None:
     host = host_of()
     ticket = ThreadTicket()
     put(host, 1.0, ticket)
-    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = host.flush_window(at=0, deadline=0)
     worker = threading.Thread(target=run, args=(flushed,))
     worker.start()
     worker.join(0.05)
     assert worker.is_alive()
-    assert not host.state().exp_avg.any()
+    assert not host.state()[1].any()
     ticket.set()
     worker.join(20)
-    assert host.state().exp_avg.all()
+    assert host.state()[1].all()
 
 
 def test_wait_for_copies_of_the_open_window() -> None:
@@ -261,7 +262,7 @@ def test_failures_are_raised_without_waiting() -> None:
         host.raise_failures()
     other = host_of()
     put(other, 1.0, copied(ValueError("on purpose")))
-    flushed = other.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = other.flush_window(at=0, deadline=0)
     other.raise_failures()
     run(flushed)
     for raises in (other.raise_failures, other.wait):
@@ -274,7 +275,7 @@ def test_clear_waits_for_running_jobs() -> None:
     """A failed job is done before its tasks have ended; they must not write into state that is loaded next."""
     host = host_of()
     put(host, 1.0)
-    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = host.flush_window(at=0, deadline=0)
     put(host, 1.0, copied(ValueError("on purpose")))
     late = ThreadTicket()
     put(host, 1.0, late)
@@ -297,7 +298,7 @@ def test_job_waits_for_the_factors_of_its_gradients() -> None:
         index, buffer = host.free_buffer(next_step(host))
         buffer.fill_(1.0)
         host.open.append(GradientBuffer(index, COEFFICIENTS._replace(grad_scale=number), copied()))
-    flushed = host.flush_window(at=0, eps=1e-8, deadline=0)
+    flushed = host.flush_window(at=0, deadline=0)
     WORKERS.submit(flushed.job)
     time.sleep(0.02)  # in which a job that does not wait would run
     assert not flushed.job.is_set

@@ -258,7 +258,7 @@ def test_window_sums_have_the_bits_of_floats(scales: str, mixed: bool) -> None:
     def mean(numbers: list[Number]) -> tuple[Tensor, Tensor, list[float]]:
         window, out = WindowSum(torch.full((9, 7), math.nan), Scales()), torch.empty(9, 7, dtype=torch.bfloat16)
         for gradient, number in zip(gradients, numbers, strict=True):
-            window.add(gradient, StepCoefficients(0.1, 0.9, 0.99, 0.0, number))
+            window.add(gradient, StepCoefficients.known(0.1, 0.9, 0.99, 0.0)._replace(grad_scale=number))
         total = window.total.clone()
         return total, out, [float(each.grad_scale) for each in window.take_mean(out)]
 

@@ -19,6 +19,7 @@ from tests.support.late_device import LateDevice, served
 from tests.support.training import OFFLOAD_ALL, Training, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
+from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.runtime.host import cores
 from zenflow_compile.runtime.parameters import allocation, capacity
 from zenflow_compile.runtime.parameters.host_state import HostState
@@ -116,7 +117,7 @@ def test_unpinned_memory_warns_once_per_engine() -> None:
     with served(Refusing), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = Options(**OFFLOAD_ALL)
-        found = ParamRegistry([{}, {}], options, cpu, Recorder(), weakref.ref(listener), visible_gradients=True)
+        found = ParamRegistry([{}, {}], options, ADAMW, cpu, Recorder(), weakref.ref(listener), visible_gradients=True)
         for group in (0, 1):
             named = [(f"{group}.{name}", param) for name, param in mlp().named_parameters()]
             found.add([named], group)

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests.support.coefficients import with_lr
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import resident_adam
 from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
 from zenflow_compile.runtime.state_forms import StateForm
@@ -20,8 +22,8 @@ DEVICES = [
     ),
 ]
 SHAPES = [(33, 17), (64,), (3, 2, 5, 5), ()]
-COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1)
 EPS = 1e-6
+COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, eps=EPS)
 
 
 def parameters(dtype: torch.dtype, device: str = "cpu") -> list[Parameter]:
@@ -52,12 +54,12 @@ def test_fp32_equals_adamw_bit_for_bit(device: str) -> None:
         for i, grad in zip(present, grads, strict=True):
             baseline_params(theirs)[i].grad = grad.clone()
         theirs.step()
-        ours.update([params[i] for i in present], grads, COEFFICIENTS._replace(lr=lr), eps=EPS)
+        ours.update([params[i] for i in present], grads, with_lr(COEFFICIENTS, lr))
     assert [int(ours.states[param].step) for param in params] == [10, 3, 10, 10]
     for mine, other in zip(params, baseline_params(theirs), strict=True):
         assert torch.equal(mine, other)
-        assert torch.equal(ours.states[mine].exp_avg, theirs.state[other]["exp_avg"])
-        assert torch.equal(ours.states[mine].exp_avg_sq, theirs.state[other]["exp_avg_sq"])
+        assert torch.equal(ours.states[mine].arrays[0], theirs.state[other]["exp_avg"])
+        assert torch.equal(ours.states[mine].arrays[1], theirs.state[other]["exp_avg_sq"])
         assert ours.states[mine].master is None
 
 
@@ -72,7 +74,7 @@ def test_16_bit_weights_are_the_cast_of_fp32_adamw(dtype: torch.dtype, device: s
         for other, grad in zip(baseline_params(theirs), grads, strict=True):
             other.grad = grad.float()
         theirs.step()
-        ours.update(params, grads, COEFFICIENTS, eps=EPS)
+        ours.update(params, grads, COEFFICIENTS)
     for mine, other in zip(params, baseline_params(theirs), strict=True):
         master = ours.states[mine].master
         assert master is not None
@@ -85,8 +87,8 @@ def test_scaled_gradients_are_not_written() -> None:
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
     before = [grad.clone() for grad in grads]
-    ResidentAdam().update(params, grads, StepCoefficients.known(*COEFFICIENTS[:4], 0.3), eps=EPS)
-    ResidentAdam().update(twins, [grad * 0.3 for grad in grads], COEFFICIENTS, eps=EPS)
+    ResidentAdam().update(params, grads, COEFFICIENTS._replace(grad_scale=Number.known(0.3)))
+    ResidentAdam().update(twins, [grad * 0.3 for grad in grads], COEFFICIENTS)
     assert all(torch.equal(grad, kept) for grad, kept in zip(grads, before, strict=True))
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
 
@@ -95,10 +97,10 @@ def test_mixed_dtypes_and_batches_change_no_result(monkeypatch: pytest.MonkeyPat
     params = parameters(torch.float32) + parameters(torch.bfloat16) + parameters(torch.float64)
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
-    coefficients = StepCoefficients.known(*COEFFICIENTS[:4], 0.5)
-    ResidentAdam().update(params, grads, coefficients, eps=EPS)
+    coefficients = COEFFICIENTS._replace(grad_scale=Number.known(0.5))
+    ResidentAdam().update(params, grads, coefficients)
     monkeypatch.setattr(resident_adam, "_SCRATCH_ELEMENTS", 100)
-    ResidentAdam().update(twins, grads, coefficients, eps=EPS)
+    ResidentAdam().update(twins, grads, coefficients)
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
 
 
@@ -121,7 +123,7 @@ def test_memory_layout_changes_no_bit(layout: str, dtype: torch.dtype) -> None:
     optimizers = ResidentAdam(), ResidentAdam()
     for _ in range(3):
         for optimizer, param, grad in zip(optimizers, (mine, plain), (gradient, gradient.contiguous()), strict=True):
-            optimizer.update([param], [grad], COEFFICIENTS, eps=EPS)
+            optimizer.update([param], [grad], COEFFICIENTS)
     torch.testing.assert_close(mine, plain, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=1e-6)
     assert torch.equal(pair[..., 1], weight)
 
@@ -138,7 +140,7 @@ def test_layout_changes_no_bit_of_rounded_moments(dtype: torch.dtype, moments: s
             params[1].data = params[1].data.t().contiguous().t()
         for param in params:
             optimizer.forms[param] = StateForm(moments=moments, length=64)
-            optimizer.update([param], [torch.randn(96, 64, generator=seeded(step)).to(dtype)], COEFFICIENTS, eps=EPS)
+            optimizer.update([param], [torch.randn(96, 64, generator=seeded(step)).to(dtype)], COEFFICIENTS)
     assert not params[0].is_contiguous()
     for param in params[:2]:
         assert torch.equal(param, params[2])
@@ -153,13 +155,17 @@ def seeded(step: int) -> torch.Generator:
 def test_external_write_updates_the_master() -> None:
     param = Parameter(torch.randn(64).bfloat16())
     optimizer = ResidentAdam()
-    optimizer.update([param], [torch.randn(64).bfloat16()], COEFFICIENTS, eps=EPS)
+    optimizer.update([param], [torch.randn(64).bfloat16()], COEFFICIENTS)
     master = optimizer.states[param].master
     assert master is not None
     before = master.clone()
     with torch.no_grad():
         param[:10] = 3.0
-    optimizer.update([param], [torch.zeros(64, dtype=torch.bfloat16)], COEFFICIENTS._replace(lr=0.0), eps=EPS)
+    optimizer.update(
+        [param],
+        [torch.zeros(64, dtype=torch.bfloat16)],
+        with_lr(COEFFICIENTS, 0.0),
+    )
     assert torch.equal(master[:10], torch.full((10,), 3.0))
     assert torch.equal(master[10:], before[10:])
     assert not torch.equal(master[10:], param[10:].float())
@@ -168,7 +174,7 @@ def test_external_write_updates_the_master() -> None:
 def test_update_moves_the_version_counter() -> None:
     param = Parameter(torch.ones(3))
     loss = (param * param).sum()
-    ResidentAdam().update([param], [torch.ones(3)], COEFFICIENTS, eps=EPS)
+    ResidentAdam().update([param], [torch.ones(3)], COEFFICIENTS)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -182,19 +188,17 @@ def test_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     params = parameters(dtype)
     whole = ResidentAdam()
     for grads in gradients()[:3]:
-        whole.update(params, grads, COEFFICIENTS, eps=EPS)
+        whole.update(params, grads, COEFFICIENTS)
     copies = [Parameter(param.detach().clone()) for param in params]
     resumed = ResidentAdam()
     for param, copy in zip(params, copies, strict=True):
         state = whole.states[param]
-        saved = [None if tensor is None else tensor.clone() for tensor in (state.exp_avg, state.exp_avg_sq)]
-        assert saved[0] is not None
-        assert saved[1] is not None
+        saved = [tensor.clone() for tensor in state.arrays]
         master = None if state.master is None else state.master.clone()
-        resumed.load(copy, ResidentState(saved[0], saved[1], state.step.clone(), master))
+        resumed.load(copy, ResidentState(saved, state.step.clone(), master))
     for grads in gradients()[3:]:
-        whole.update(params, grads, COEFFICIENTS, eps=EPS)
-        resumed.update(copies, grads, COEFFICIENTS, eps=EPS)
+        whole.update(params, grads, COEFFICIENTS)
+        resumed.update(copies, grads, COEFFICIENTS)
     assert all(torch.equal(param, copy) for param, copy in zip(params, copies, strict=True))
 
 
@@ -211,5 +215,5 @@ def test_state_of_another_model_is_refused() -> None:
 def test_state_bytes_are_counted() -> None:
     params = [Parameter(torch.zeros(10)), Parameter(torch.zeros(10).bfloat16())]
     optimizer = ResidentAdam()
-    optimizer.update(params, [torch.zeros_like(param) for param in params], COEFFICIENTS, eps=EPS)
+    optimizer.update(params, [torch.zeros_like(param) for param in params], COEFFICIENTS)
     assert optimizer.nbytes == (2 * 40 + 4) + (3 * 40 + 4)

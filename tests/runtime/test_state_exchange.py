@@ -31,7 +31,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState, exchang
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.state_forms import PLAIN, StateRows
+from zenflow_compile.runtime.state_forms import PLAIN, State, StateRows
 from zenflow_compile.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
@@ -165,7 +165,7 @@ class Weights:
 
     def __init__(self, sides: Sides) -> None:
         plan = sides.plan
-        for number, master in enumerate((sides.device.master, sides.host.state()[0])):
+        for number, master in enumerate((sides.device.state.master, sides.host.state()[0])):
             master.copy_(edge_floats(*master.shape, seed=number))
         self.tensor = edge_floats(plan.deferred, plan.length, seed=2).to(plan.dtype)
         self.expected = self.tensor.clone()
@@ -491,7 +491,7 @@ def test_repeated_end_of_an_exchange_is_harmless(monkeypatch: pytest.MonkeyPatch
     with engine(plan) as made:
         actual.start(made.exchange, wanted)
         whole = actual.device.rows
-        without_last = replace(whole, stored=whole.stored._replace(exp_avg_sq=None))
+        without_last = replace(whole, stored=State((*whole.stored[:2], None)))
         with monkeypatch.context() as patch:
             patch.setattr(DeviceState, "rows", without_last)
             with pytest.raises(TypeError):

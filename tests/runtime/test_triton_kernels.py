@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
@@ -173,8 +173,9 @@ def test_adam_columns(
     for step in (1, 2):
         gradient, _ = blocks_like(matrix, dim, selection)
         gradient.normal_()
-        rule_p_(*expected, [gradient], [COEFFICIENTS._replace(grad_scale=Number.known(0.3))], step=step, eps=1e-8)
-        triton_kernels.adam_columns_(SliceState(matrix, dim, selection, gradient, *state, step), coefficients, eps=1e-8)
+        update_window_(expected, [gradient], [COEFFICIENTS._replace(grad_scale=Number.known(0.3))], step=step)
+        own = SliceState(matrix, dim, selection, gradient, state[0], tuple(state[1:]), step)
+        triton_kernels.adam_columns_(own, coefficients)
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-7)
     slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
@@ -217,13 +218,13 @@ def test_moments_in_fewer_bytes_have_the_same_bits(
     mine = SliceState(matrix, dim, selection, torch.randn(k, length, device=device), master, *stored, 3, form)
     for step in (3, 4):
         mine = mine._replace(step=step)
-        moments_before = (each.clone() for each in form.expand(mine.exp_avg, mine.exp_avg_sq))
+        moments_before = (each.clone() for each in form.expand(*mine.arrays))
         plain = SliceState(matrix.clone(), dim, selection, mine.gradient, mine.master.clone(), *moments_before, step)
-        triton_kernels.adam_columns_(plain, COEFFICIENTS, eps=1e-8)
-        triton_kernels.adam_columns_(mine, COEFFICIENTS, eps=1e-8)
-        expected = form.compress(plain.exp_avg, plain.exp_avg_sq, step=step)
-        assert_same_bits(mine.exp_avg, expected[0])
-        assert_same_bits(mine.exp_avg_sq, expected[1])
+        triton_kernels.adam_columns_(plain, COEFFICIENTS)
+        triton_kernels.adam_columns_(mine, COEFFICIENTS)
+        expected = form.compress(*plain.arrays, step=step)
+        assert_same_bits(mine.arrays[0], expected[0])
+        assert_same_bits(mine.arrays[1], expected[1])
         assert_same_bits(mine.master, plain.master)
         assert_same_bits(mine.matrix, plain.matrix)
 
@@ -293,7 +294,7 @@ def test_empty_blocks_are_left_alone(device: str) -> None:
     nothing = matrix.new_empty(0, 5)
     triton_kernels.quantize_slices_(nothing, nothing, 1.0, matrix.new_empty(0), nothing.to(torch.int8))
     none = selection_of(6, 0.0, device)
-    triton_kernels.adam_columns_(SliceState(matrix, 0, none, *[nothing] * 4, 1), COEFFICIENTS, eps=1e-8)
+    triton_kernels.adam_columns_(SliceState(matrix, 0, none, *[nothing] * 4, 1), COEFFICIENTS)
     assert matrix.eq(1.0).all()
 
 
@@ -311,7 +312,8 @@ def test_results_are_reproducible(dim: int, device: str) -> None:
         norms = triton_kernels.norms_and_split(matrix, dim, selection, *blocks)
         weights = torch.ones_like(matrix)
         state = [torch.ones(blocks[0].shape, device=device) for _ in range(3)]
-        triton_kernels.adam_columns_(SliceState(weights, dim, selection, blocks[0], *state, 1), COEFFICIENTS, eps=1e-8)
+        own = SliceState(weights, dim, selection, blocks[0], state[0], tuple(state[1:]), 1)
+        triton_kernels.adam_columns_(own, COEFFICIENTS)
         return [norms, *blocks, weights, *state]
 
     first = run()
@@ -329,7 +331,7 @@ def test_misfitting_state_is_refused(device: str) -> None:
     for bad in (good.bfloat16(), torch.zeros(3, 4, device=device), torch.zeros(4, 2, device=device).t()):
         state = SliceState(matrix, 1, selection, good, good, bad, good, 1)
         with pytest.raises(ValueError, match="exp_avg"):
-            triton_kernels.adam_columns_(state, COEFFICIENTS, eps=1e-8)
+            triton_kernels.adam_columns_(state, COEFFICIENTS)
 
 
 @pytest.mark.gpu
@@ -370,7 +372,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     blocks = blocks_like(matrix, dim, selection)
     column_ops.norms_and_split(matrix, dim, selection, *blocks)
     column_ops.merge_columns(matrix, dim, selection, blocks[1])
-    column_ops.adam_columns_(
+    column_ops.update_columns_(
         [SliceState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], COEFFICIENTS, eps=1e-8
     )
     column_ops.quantize_slices_(blocks[1], blocks[1].float(), 1.0, blocks[1][:, 0], blocks[1].to(torch.int8))

@@ -86,6 +86,6 @@ def test_resident_update_counts_its_bumps() -> None:
         optimizer.counters.update(zip(params, counters, strict=True))
         before: list[int] = [counters[0].external_bumps(param) for param in params]
         grads: list[Tensor] = [torch.ones_like(param) for param in params]
-        optimizer.update(params, grads, COEFFICIENTS, eps=1e-8)
+        optimizer.update(params, grads, COEFFICIENTS)
         assert params[0]._version == before[0] + 2
         assert [counters[0].external_bumps(param) for param in params] == before

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.gradients.pending_gradient import Scales, WindowSum
 
 SHAPE = (24, 8)
@@ -45,7 +45,9 @@ def test_mean_is_rounded_one_time(dtype: torch.dtype, scales: list[float]) -> No
     mean = torch.empty(SHAPE, dtype=dtype)
     returned = sum_of(gradients, scales).take_mean(mean)
     assert {each.grad_scale.value for each in returned} == {max(scales)}
-    assert [each.lr for each in returned] == [coefficients(number=number).lr for number in range(len(scales))]
+    assert [each.options.lr for each in returned] == [
+        coefficients(number=number).options.lr for number in range(len(scales))
+    ]
     largest = torch.stack([g.double().abs() * max(scales) for g in gradients]).max()
     error = (mean.double() * max(scales) - expected).abs()
     assert (error <= torch.finfo(dtype).eps / 2 * expected.abs() + 1e-6 * largest).all()
@@ -92,7 +94,7 @@ def test_mean_step_weighs_all_gradients() -> None:
     gradients = [torch.randn(SHAPE) for _ in range(3)]
     mean = torch.empty(SHAPE)
     returned = sum_of(gradients, [1.0, 0.5, 1.0]).take_mean(mean)
-    rule_p_(*state, [mean] * 3, returned, step=10, eps=1e-8)
+    update_window_(state, [mean] * 3, returned, step=10)
 
     g = (gradients[0].double() + 0.5 * gradients[1].double() + gradients[2].double()) / 3
     kept1, kept2 = 0.9 * 0.8 * 0.7, 0.99**3

@@ -408,12 +408,12 @@ def test_denormals_ignore_the_starting_thread() -> None:
         kernel = HostAdam(torch.float32, torch.float32, 1)
         state = [torch.zeros(16), torch.full((16,), 1e-39), torch.zeros(16)]
         coefficients = [StepCoefficients.known(0.0, 0.5, 0.5, 0.0)]
-        update = WindowUpdate(state, torch.zeros(16), [torch.zeros(16)], coefficients, 1, 1e-8)
+        update = WindowUpdate(state, torch.zeros(16), [torch.zeros(16)], coefficients, 1)
         addresses = WindowAddresses(kernel.window(update), update)
         pool = Workers(1, Recorder())
         torch.set_flush_denormal(flush)
         try:
-            work = UpdateWork(addresses, coefficients, 1, 1e-8, 1.0, bounds_of([slice(0, 16)]))
+            work = UpdateWork(addresses, coefficients, 1, 1.0, bounds_of([slice(0, 16)]))
             job = Job(work, (), (), pool.handle, deadline=0, step=0, param="w")
             pool.submit(job)
             job.wait()

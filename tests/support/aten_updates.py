@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.native.library import DONE
-from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients, window_coefficients
+from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients
 from zenflow_compile.runtime.host.host_adam import WindowUpdate
 from zenflow_compile.runtime.host.workers import Job, Workers
 from zenflow_compile.runtime.parameters.host_state import UpdateWork
@@ -32,27 +33,27 @@ def aten_update(update: WindowUpdate) -> None:
     cut = PaddedTail.of((*state, *scaled))
     for parts in (cut.vectors, cut.padded):
         if parts:
-            _apply(parts[:3], parts[3:], update.coefficients, step=update.step, eps=update.eps)
+            _apply(parts[:3], parts[3:], update.coefficients, step=update.step)
     cut.put_back(3)
     changed = [each.view(-1, form.length) for each in state]
     update.out.copy_(state[0])
     form.rows(update.state, update.out if form.split else None).write(changed, step=update.step)
 
 
-def _apply(
-    state: list[Tensor], grads: list[Tensor], coefficients: Sequence[StepCoefficients], *, step: int, eps: float
-) -> None:
+def _apply(state: list[Tensor], grads: list[Tensor], coefficients: Sequence[StepCoefficients], *, step: int) -> None:
     """One fused step per gradient, with a rate of zero for all but the last: such a step moves only the moments."""
-    window, last = window_coefficients(coefficients, step), coefficients[-1]
-    weight_decay = (1.0 - window.decay) / window.rate if window.rate else 0.0
+    options, last = [each.options for each in coefficients], coefficients[-1].options
+    rate = math.fsum(each.lr for each in options)
+    decay = math.prod(1.0 - each.lr * each.weight_decay for each in options)
+    weight_decay = (1.0 - decay) / rate if rate else 0.0
     taken = 0
-    for (beta1, beta2), group in itertools.groupby(coefficients[:-1], key=lambda own: (own.beta1, own.beta2)):
+    for (beta1, beta2), group in itertools.groupby(options[:-1], key=lambda own: (own.beta1, own.beta2)):
         count = len(list(group))
         # eps = 1 keeps the quotient finite where v is still zero: rate 0 times it is then 0.
         _fused(state, grads[taken : taken + count], step, lr=0.0, betas=(beta1, beta2), weight_decay=0.0, eps=1.0)
         taken += count
     betas = last.beta1, last.beta2
-    _fused(state, grads[-1:], step, lr=window.rate, betas=betas, weight_decay=weight_decay, eps=eps)
+    _fused(state, grads[-1:], step, lr=rate, betas=betas, weight_decay=weight_decay, eps=last.eps)
 
 
 def _fused(
@@ -82,7 +83,7 @@ def aten_updates() -> Iterator[None]:
             assert not job.behind
             work = job.work
             update = work.addresses.owner
-            aten_update(replace(update, coefficients=work.coefficients, step=work.taken, eps=work.eps))
+            aten_update(replace(update, coefficients=work.coefficients, step=work.taken))
             job.memory.queued = job.memory.settled = 1
             job.memory.state = DONE
             if job.flag is not None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from zenflow_compile.rules.rule import Array, Rule
 
 
-class OneArray(Rule):
+class MadeUp(Rule):
+    """A rule whose numbers do not matter: tests pass them."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1.0}
+
+    def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        return (0.5,) * len(self.of_gradient)
+
+    def window_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        return (0.5,) * len(self.of_window)
+
+
+class OneArray(MadeUp):
     """Like Lion: a sign, and a value that lives in a window."""
 
     arrays = (Array("moment"),)
@@ -23,7 +36,7 @@ class OneArray(Rule):
         return c.decay * weight - state.moves
 
 
-class OneNonnegative(Rule):
+class OneNonnegative(MadeUp):
     """Like Adagrad, with a gradient that has the weight in it."""
 
     arrays = (Array("total", nonnegative=True),)
@@ -40,7 +53,7 @@ class OneNonnegative(Rule):
         return weight - state.moves
 
 
-class ThreeArrays(Rule):
+class ThreeArrays(MadeUp):
     """Like AMSGrad: the last array is never rounded."""
 
     arrays = (Array("first"), Array("second", nonnegative=True), Array("most", nonnegative=True, rounded=False))
@@ -56,7 +69,7 @@ class ThreeArrays(Rule):
         return weight - c.step * state.first / (state.most.sqrt() + c.eps)
 
 
-class FourValues(Rule):
+class FourValues(MadeUp):
     """Swaps two arrays, whose order must not matter, and uses every operation; no array is rounded."""
 
     arrays = (Array("one", rounded=False), Array("other", rounded=False), Array("third", rounded=False))

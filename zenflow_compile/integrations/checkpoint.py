@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils import _pytree as pytree
 
-from zenflow_compile.optimizer import ZenFlowAdamW
+from zenflow_compile.optimizer import ZenFlow
 
 
 class StateStager(DefaultStager):
@@ -25,7 +25,7 @@ class StateStager(DefaultStager):
         optimizer: whose state is saved.
     """
 
-    def __init__(self, optimizer: ZenFlowAdamW) -> None:
+    def __init__(self, optimizer: ZenFlow) -> None:
         super().__init__(StagingOptions(False, False, False, False))
         self._copies: dict[int, weakref.ref[Tensor]] = {}
         self._hook = optimizer.register_state_dict_post_hook(self._remember)

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelPa
 from torch.utils.hooks import RemovableHandle
 
 from zenflow_compile.integrations import StateDictHook
-from zenflow_compile.optimizer import ZenFlowAdamW
+from zenflow_compile.optimizer import ZenFlow
 
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 
@@ -20,7 +20,7 @@ _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 class ZenFlowCallback(Callback):
     """Calls ``optimizer.flush()`` at the end of training.
 
-    It flushes every :class:`~zenflow_compile.optimizer.ZenFlowAdamW` of the trainer before a checkpoint that is written
+    It flushes every :class:`~zenflow_compile.optimizer.ZenFlow` of the trainer before a checkpoint that is written
     after the last step, and in any case before ``on_train_end`` of the other callbacks. The flush comes after the last
     step, so it does not change training, and earlier checkpoints contain their update windows for a resume.
 
@@ -56,7 +56,7 @@ class ZenFlowCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove_hooks()
-        optimizers = [each for each in trainer.optimizers if isinstance(each, ZenFlowAdamW)]
+        optimizers = [each for each in trainer.optimizers if isinstance(each, ZenFlow)]
         self._save = _LastSave(trainer, optimizers)
         self._hooks.append(pl_module.register_state_dict_pre_hook(StateDictHook(self._save.before_state_dict)))
 
@@ -89,7 +89,7 @@ class _LastSave:
             a resume, and an epoch counts as processed only after its validation, which may save.
     """
 
-    def __init__(self, trainer: Trainer, optimizers: Sequence[ZenFlowAdamW]) -> None:
+    def __init__(self, trainer: Trainer, optimizers: Sequence[ZenFlow]) -> None:
         self._trainer = trainer
         self._optimizers = optimizers
         self.read_at: int | None = None

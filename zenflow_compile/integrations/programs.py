@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zenflow_compile.import_hook import ImportHook
-from zenflow_compile.optimizer import ZenFlowAdamW
+from zenflow_compile.optimizer import ZenFlow, ZenFlowAdamW
 from zenflow_compile.torch_internals import torch_private
 from zenflow_compile.weight_readers import replace_everywhere
 
@@ -68,9 +68,9 @@ class Program:
     _replaced_any: bool = False
 
     @property
-    def optimizers(self) -> list[ZenFlowAdamW]:
+    def optimizers(self) -> list[ZenFlow]:
         """Those that were made in place of others, have done a step, and are still referred to."""
-        return [each for each in self._made if each in self._stepped and isinstance(each, ZenFlowAdamW)]
+        return [each for each in self._made if each in self._stepped and isinstance(each, ZenFlow)]
 
     def say_once(self, line: str) -> None:
         self._said[line] += 1
@@ -91,7 +91,7 @@ class Program:
 
     def stands_for(self, instance: object, original: type[Optimizer]) -> bool:
         """Whether the program sees ``instance`` as one of ``original``."""
-        if isinstance(instance, ZenFlowAdamW):
+        if isinstance(instance, ZenFlow):
             return issubclass(self._made.get(instance, _ORIGINALS["AdamW"]), original)
         return isinstance(instance, original)
 
@@ -155,7 +155,7 @@ class Program:
         if optimizer in self._stepped:
             return
         self._stepped.add(optimizer)
-        if not isinstance(optimizer, ZenFlowAdamW):
+        if not isinstance(optimizer, ZenFlow):
             if optimizer not in self._left:
                 kind, size = type(optimizer), _size(optimizer.param_groups)
                 why = "it was imported before the program began" if kind in _ORIGINALS.values() else "another rule"
@@ -163,7 +163,7 @@ class Program:
         elif self.compiles:
             self._compile_model_of(optimizer)
 
-    def _compile_model_of(self, optimizer: ZenFlowAdamW) -> None:
+    def _compile_model_of(self, optimizer: ZenFlow) -> None:
         """Compile the module that has all parameters of ``optimizer``, from its next call on."""
         params = {id(param) for param in _params(optimizer.param_groups)}
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]  # not what proxies show
@@ -253,7 +253,7 @@ class _StandIn(ABCMeta):
         return cls.program.stands_for(instance, cls.original)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return subclass is cls or issubclass(subclass, (cls.original, ZenFlowAdamW))
+        return subclass is cls or issubclass(subclass, (cls.original, ZenFlow))
 
 
 @contextmanager
@@ -304,10 +304,10 @@ def _adapt_transformers(undo: ExitStack, trainer: ModuleType) -> None:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
             optimizer = keywords["optimizer"]
-            if isinstance(getattr(optimizer, "optimizer", optimizer), ZenFlowAdamW):
+            if isinstance(getattr(optimizer, "optimizer", optimizer), ZenFlow):
                 super().on_train_begin(args, state, control, **keywords)
 
-        def _check(self, optimizer: ZenFlowAdamW, args: Any) -> None:
+        def _check(self, optimizer: ZenFlow, args: Any) -> None:
             """The program's numbers are those that AdamW would have had."""
 
     trainer.DEFAULT_CALLBACKS.append(Callback)
@@ -320,7 +320,7 @@ def _adapt_accelerate(undo: ExitStack, module: ModuleType) -> None:
 
     @functools.wraps(original)
     def wrap(self: Any, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
-        original(self, optimizer, device_placement and not isinstance(optimizer, ZenFlowAdamW), scaler)
+        original(self, optimizer, device_placement and not isinstance(optimizer, ZenFlow), scaler)
 
     _replace(undo, module.AcceleratedOptimizer, "__init__", wrap)
 

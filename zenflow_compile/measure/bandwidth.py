@@ -155,12 +155,12 @@ def device_rate(device: torch.device, rounds: int, slices: int | None = None, le
     spread = torch.arange(k, dtype=torch.int32, device="cpu") * (slices // k)  # selections spread over the matrix, too
     selection = Selection.of(spread, slices, device)
     gradient = torch.ones(k, length, dtype=torch.bfloat16, device=device)
-    master, exp_avg, exp_avg_sq = (torch.ones(k, length, device=device) for _ in range(3))
-    state = SliceState(matrix, 1, selection, gradient, master, exp_avg, exp_avg_sq, step=1)
+    master, *moments = (torch.ones(k, length, device=device) for _ in range(3))
+    state = SliceState(matrix, 1, selection, gradient, master, tuple(moments), step=1)
 
     def update() -> None:
         for _ in range(calls):
-            column_ops.adam_columns_([state], _COEFFICIENTS, eps=1e-8)
+            column_ops.update_columns_([state], _COEFFICIENTS)
 
     return _rate_of(device, update, calls * k * length, rounds)
 
@@ -174,7 +174,7 @@ def resident_rate(device: torch.device, dtype: torch.dtype, free_bytes: int) -> 
     elements = max(1, min(elements, free_bytes // (2 * _RESIDENT_BYTES)))
     param = Parameter(torch.ones(elements, dtype=dtype, device=device))
     resident = (param, torch.ones_like(param), ResidentState.zeros_like(param))
-    return _rate_of(device, partial(update_on_device, [resident], _COEFFICIENTS, eps=1e-8), elements, _RESIDENT_ROUNDS)
+    return _rate_of(device, partial(update_on_device, [resident], _COEFFICIENTS), elements, _RESIDENT_ROUNDS)
 
 
 def _rate_of(device: torch.device, update: Callable[[], None], elements: int, rounds: int) -> DeviceRate:
@@ -256,7 +256,7 @@ class HostMemory:
         assert self._kernel is not None
         out, *window = self.narrow
         coefficients = [_COEFFICIENTS] * WINDOW_GRADIENTS
-        update = WindowUpdate(self.state, out, window, coefficients, step=WINDOW_GRADIENTS, eps=1e-8)
+        update = WindowUpdate(self.state, out, window, coefficients, step=WINDOW_GRADIENTS)
         self._kernel(update, self._parts[index])
 
 

@@ -15,15 +15,16 @@ from zenflow_compile.planning.cached_state import file_window_bytes, resident_in
 from zenflow_compile.planning.dtypes import FLOAT32, TRAINED
 from zenflow_compile.planning.shared_buffers import Lifetime, Packing, pack
 from zenflow_compile.planning.weight_memory import WeightMemory
+from zenflow_compile.rules.adamw import ADAMW
+from zenflow_compile.rules.rule import Rule
 
 if TYPE_CHECKING:
     import torch
 
 FP32_BYTES = 4
-STATE_TENSORS = 3  # fp32 master, exp_avg, exp_avg_sq
 ROW_BYTES = 4  # of the int32 index of a slice's row
-STATE_BYTES = STATE_TENSORS * FP32_BYTES
-"""Bytes per element of fp32 master, exp_avg and exp_avg_sq."""
+STATE_BYTES = 3 * FP32_BYTES
+"""Bytes per element of the fp32 master, exp_avg and exp_avg_sq of AdamW."""
 
 QUANTIZATION_BLOCK = 32
 """Consecutive elements of a slice whose 8-bit moments share a scale of one byte, as in the OCP Microscaling formats."""
@@ -231,7 +232,9 @@ class ParamPlan:
         subgroup: number of its subgroup, in update order; None: it has none.
         summed: the window's deferred gradients are summed on the device, and their mean is copied once.
         compressed: deferred gradients are copied as int8, with a scale per slice.
-        moments: how both moments are stored, on either side: ``"fp32"``, ``"bf16"``, or ``"fp8"`` with scales.
+        moments: how arrays that may be rounded are stored, on either side: ``"fp32"``, ``"bf16"``, or ``"fp8"`` with
+            scales.
+        rule: the update rule.
         split_master: the host stores the masters of deferred slices as the bf16 weight in the upload buffer, and the 16
             bits that complete it.
         pool: number of the pool in which its gradient buffers share memory with those of other parameters; None: it has
@@ -265,6 +268,7 @@ class ParamPlan:
     summed: bool = False
     compressed: bool = False
     moments: str = "fp32"
+    rule: Rule = ADAMW
     split_master: bool = False
     pool: int | None = None
     in_place: bool = False
@@ -340,7 +344,7 @@ class ParamPlan:
     @property
     def swap_bytes(self) -> int:
         """Bytes that a swapped slice sends to the host: its state, and the row that it takes there."""
-        return self.length * STATE_BYTES + ROW_BYTES
+        return self.length * self.wide_tensors * FP32_BYTES + ROW_BYTES
 
     @property
     def groups(self) -> int:
@@ -388,12 +392,21 @@ class ParamPlan:
     def deferred_state_bytes(self) -> int:
         """Bytes of the host's state of the ``deferred`` slices. Split masters are counted without their weights."""
         master = self.length * (2 if self.split_master else FP32_BYTES)
-        return self.deferred * (master + 2 * moment_bytes(self.moments, self.length))
+        return self.deferred * (master + self._array_bytes(self.length))
 
     @property
     def selected_state_bytes(self) -> int:
         """Bytes of the device's state of the selected slices."""
-        return self.k * (self.length * FP32_BYTES + 2 * moment_bytes(self.moments, self.length))
+        return self.k * (self.length * FP32_BYTES + self._array_bytes(self.length))
+
+    @property
+    def wide_tensors(self) -> int:
+        """Tensors of the state in fp32: the master and the rule's arrays."""
+        return 1 + len(self.rule.arrays)
+
+    def _array_bytes(self, elements: int) -> int:
+        """Bytes of all arrays of ``elements`` consecutive elements."""
+        return sum(moment_bytes(self.moments if array.rounded else "fp32", elements) for array in self.rule.arrays)
 
     @property
     def upload_bytes(self) -> int:
@@ -425,12 +438,12 @@ class ParamPlan:
 
     @property
     def whole_state_bytes(self) -> int:
-        """State of all elements without slices: both moments, and an fp32 master if the weights are not fp32."""
+        """State of all elements without slices: the arrays, and an fp32 master if the weights are not fp32."""
         if not self.trained:
             return 0
         rows, elements = self.whole_rows
         master = 0 if self.dtype == FLOAT32 else self.numel * FP32_BYTES
-        return master + 2 * rows * moment_bytes(self.moments, elements)
+        return master + rows * self._array_bytes(elements)
 
     @property
     def file_bytes(self) -> int:

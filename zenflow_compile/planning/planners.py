@@ -21,6 +21,8 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import parts_without_slack
 from zenflow_compile.planning.plan import QUANTIZATION_BLOCK, FlatShare, ParamPlan, Placement, Plan, Shard, Share
+from zenflow_compile.rules.adamw import ADAMW
+from zenflow_compile.rules.rule import Rule
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +92,7 @@ class ParamSpec:
         shape: of the whole parameter.
         sharded: how the model is sharded; None: this rank has the whole parameter.
         row_dims: dimensions that rows of its 2-D view combine; None: as its shape suggests.
+        rule: that updates it.
     """
 
     name: str
@@ -98,6 +101,7 @@ class ParamSpec:
     splittable: bool = True
     sharded: ShardedBy | None = None
     row_dims: int | None = None
+    rule: Rule = ADAMW
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
@@ -204,7 +208,7 @@ class Kinds:
         firsts: list[ParamSpec] = []
         self.of: list[int] = []
         for spec in specs:
-            key = spec.shape, spec.dtype, spec.splittable, spec.sharded, spec.row_dims
+            key = spec.shape, spec.dtype, spec.splittable, spec.sharded, spec.row_dims, spec.rule
             number = numbers.setdefault(key, len(numbers))
             if number == len(firsts):
                 firsts.append(spec)
@@ -404,6 +408,7 @@ def _resident(spec: ParamSpec, options: Options) -> ParamPlan:
         dtype=spec.dtype,
         placement=Placement.DEVICE,
         row_dims=_row_dims(spec),
+        rule=spec.rule,
     )
     fits = options.state_dtype != "fp8" or plan.whole_rows[1] >= QUANTIZATION_BLOCK
     return replace(plan, moments=options.state_dtype) if fits and _offloadable(spec, options) else plan

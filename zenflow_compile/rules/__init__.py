@@ -1,0 +1,34 @@
+"""Update rules, each a few lines, which host and device compute with: see ``rule.Rule``."""
+
+from __future__ import annotations
+
+from zenflow_compile.rules.adagrad import Adagrad
+from zenflow_compile.rules.adam import Adam, AMSGrad
+from zenflow_compile.rules.adamax import Adamax
+from zenflow_compile.rules.adamw import AdamW, AdamWAMSGrad
+from zenflow_compile.rules.lion import Lion
+from zenflow_compile.rules.nadam import NAdam
+from zenflow_compile.rules.radam import RAdam
+from zenflow_compile.rules.rmsprop import CenteredRMSprop, MomentumRMSprop, RMSprop
+from zenflow_compile.rules.rule import Array, Rule
+from zenflow_compile.rules.sgd import SGD, NesterovSGD, PlainSGD
+
+__all__ = [
+    "SGD",
+    "AMSGrad",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "AdamWAMSGrad",
+    "Adamax",
+    "Array",
+    "CenteredRMSprop",
+    "Lion",
+    "MomentumRMSprop",
+    "NAdam",
+    "NesterovSGD",
+    "PlainSGD",
+    "RAdam",
+    "RMSprop",
+    "Rule",
+]

@@ -10,12 +10,13 @@ not stored. A rule whose ``accumulate`` reads the weight sees the one that the w
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from zenflow_compile.checks.validate import check_number
 
 MOST_ARRAYS = 4
 """Arrays of a rule's state, and values of its windows together; ``kMostValues`` in native/state_forms.h."""
@@ -23,6 +24,11 @@ MOST_ROUNDED = 2
 """Arrays that may be stored in fewer bytes; ``kMostRounded`` there."""
 MOST_NUMBERS = 8
 """Numbers of ``accumulate``, and of ``apply``; ``kMostNumbers`` in native/windows.h."""
+
+
+LARGEST_NUMBER = 1e30
+"""Largest lr, eps, weight_decay, and product of lr and weight_decay: sums over an update window, divided by a bias
+correction, stay in fp32's range."""
 
 
 class Array(NamedTuple):
@@ -39,38 +45,134 @@ class Array(NamedTuple):
 
 
 class Rule(ABC):
-    """An update rule. All methods are pure.
+    """An update rule, with the numbers that param groups have unless they are given others. All methods are pure.
+
+    Args:
+        numbers: by name, any of ``defaults``.
+
+    Raises:
+        TypeError: the rule has no number of that name.
+        ValueError: no step can use a value.
 
     Attributes:
-        arrays: of the state, at most ``MOST_ARRAYS``; those that may be rounded first.
+        defaults: the numbers of a param group that steps use; ``betas`` are two.
+        options: kind of tuple of these numbers, all of them floats: ``betas`` are ``beta1`` and ``beta2``.
+        fused: PyTorch and this package have kernels for it on devices.
+        arrays: of the state; those that may be rounded come first.
         window: names of the values that live until ``apply``.
         of_gradient, of_window: names of the numbers that ``accumulate`` and ``apply`` take.
     """
 
+    defaults: ClassVar[Mapping[str, Any]]
+    options: ClassVar[Any]
+    fused: ClassVar[bool] = False
     arrays: ClassVar[tuple[Array, ...]]
     window: ClassVar[tuple[str, ...]] = ()
     of_gradient: ClassVar[tuple[str, ...]]
     of_window: ClassVar[tuple[str, ...]]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "defaults" in vars(cls):
+            names = (("beta1", "beta2") if name == "betas" else (name,) for name in cls.defaults)
+            cls.options = _tuple_of(f"{cls.__name__}Options", [name for each in names for name in each])
+
+    def __init__(self, **numbers: Any) -> None:
+        if unknown := [name for name in numbers if name not in self.defaults]:
+            raise TypeError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(self.defaults)}")
+        self.numbers = tuple({**self.defaults, **numbers}.items())
+        self.options_of(dict(self.numbers))
+
+    def options_of(self, group: Mapping[str, Any]) -> Any:
+        """The ``options`` of a param group, whose values are numbers.
+
+        Raises:
+            ValueError, TypeError: no step can use a value.
+        """
+        values: list[float] = []
+        for name in self.defaults:
+            if name == "betas":
+                values += check_betas(group[name])
+            else:
+                values.append(check_number(name, group[name], 0.0, LARGEST_NUMBER))
+        options = self.options(*values)
+        lr, decay = options.lr, getattr(options, "weight_decay", 0.0)
+        if lr * decay > LARGEST_NUMBER:
+            raise ValueError(
+                f"lr={lr} times weight_decay={decay} must be at most {LARGEST_NUMBER:g}; lower one of them"
+            )
+        return options
+
+    def impossible(self, options: Any) -> str:
+        """What is wrong with numbers that were read from a file; empty if a step may have had them."""
+        betas = [value for name, value in options._asdict().items() if name.startswith("beta")]
+        return "" if min(options) >= 0 and all(beta < 1 for beta in betas) else str(options)
+
+    def check_switches(self, group: Mapping[str, Any]) -> None:  # noqa: B027 - most rules have no variants
+        """Raise ValueError if a param group asks for a variant that is another rule."""
+
     @abstractmethod
-    def accumulate(self, weight: Tensor, state: Any, gradient: Tensor, c: Any) -> tuple[Tensor, ...]:
+    def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        """The numbers ``of_gradient``, in double precision.
+
+        Args:
+            options: of the optimizer step that used the gradient.
+            count: gradients in the state with this one.
+        """
+
+    @abstractmethod
+    def window_numbers(self, options: Sequence[Any], count: int) -> tuple[float, ...]:
+        """The numbers ``of_window``, in double precision.
+
+        Args:
+            options: of each gradient's optimizer step, oldest first; at least one.
+            count: gradients in the state after the window.
+        """
+
+    @abstractmethod
+    def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         """Return the new values of ``arrays`` and ``window``, in this order, of their old ones and a gradient.
 
         Args:
-            weight: fp32.
+            weight: tensor of fp32 numbers.
             state: has the old values by name.
             gradient: fp32, scaled.
             c: has the numbers ``of_gradient`` by name.
         """
 
     @abstractmethod
-    def apply(self, weight: Tensor, state: Any, c: Any) -> Tensor:
+    def apply(self, weight: Any, state: Any, c: Any) -> Any:
         """Return the new weight; ``c`` has the numbers ``of_window``."""
 
     @property
     def values(self) -> tuple[str, ...]:
         """Names of what ``state`` has."""
         return (*(array.name for array in self.arrays), *self.window)
+
+
+def _tuple_of(name: str, fields: Sequence[str]) -> Any:
+    return namedtuple(name, fields)
+
+
+def decay_of(options: Sequence[Any]) -> float:
+    """What is left of a weight that each of the steps decays by its rate (AdamW, Algorithm 2, line 12)."""
+    return float(math.prod(1.0 - each.lr * each.weight_decay for each in options))
+
+
+def rate_of(options: Sequence[Any]) -> float:
+    """The rates of all steps together."""
+    return math.fsum(each.lr for each in options)
+
+
+def check_betas(betas: Any) -> tuple[float, float]:
+    """Two numbers in [0, 1); ValueError if ``betas`` are not."""
+    allowed = "two numbers in [0, 1), such as (0.9, 0.999)"
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r} must be {allowed}")
+    first, second = (check_number(f"betas[{place}]", beta, 0.0, 1.0) for place, beta in enumerate(betas))
+    if 1.0 in (first, second):
+        raise ValueError(f"betas={betas!r} must be {allowed}")
+    return first, second
 
 
 def named(names: Sequence[str], values: Sequence[Any]) -> Any:

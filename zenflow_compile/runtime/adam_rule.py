@@ -14,21 +14,23 @@ times before the new gradients count, which lowers the largest stable rate about
 
 Mean step. Where only the sum of a window's n gradients is known, each of them counts as their mean, by the same rule:
 the moments decay by ``beta ** n`` and take ``(1 - beta ** n)`` of the mean and of its square, the rate is summed, the
-decay multiplied, and the bias corrections count n gradients. ``rule_p_`` does this if it is given the mean n times.
-With n = 1 it is also AdamW; with more, ``v`` misses the variance of the gradients about their mean.
+decay multiplied, and the bias corrections count n gradients. ``update_window_`` does this if it is given the mean n
+times. With n = 1 it is also AdamW; with more, ``v`` misses the variance of the gradients about their mean.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.rules.eager import run_window
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime.device.number import Number
 
 VECTOR_ELEMENTS = 16
@@ -64,49 +66,42 @@ class PaddedTail(NamedTuple):
 
 
 class StepCoefficients(NamedTuple):
-    """Hyperparameters of the optimizer step that used a gradient. A missing gradient has none."""
+    """What the optimizer step that used a gradient had for it. A missing gradient has none."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    weight_decay: float
+    options: Any
+    """Of the param group: a tuple of floats, as the rule has them."""
     grad_scale: Number
     """Factor on the stored gradient: clip factor divided by the loss scale, negative under ``maximize``."""
+    rule: Rule = ADAMW
 
     @classmethod
-    def known(cls, lr: float, beta1: float, beta2: float, weight_decay: float, grad_scale: float = 1.0) -> Self:
-        """With a ``grad_scale`` that the host knows."""
-        return cls(lr, beta1, beta2, weight_decay, Number.known(grad_scale))
-
-    @property
-    def of_gradient(self) -> tuple[float, ...]:
-        """The numbers of ``AdamW.accumulate``, in double precision."""
-        return self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
-
-
-class WindowCoefficients(NamedTuple):
-    """The numbers of the one step that the weights take when an update window is flushed."""
-
-    decay: float
-    """prod(1 - lr_i * weight_decay_i)"""
-    rate: float
-    """sum(lr_i)"""
-    step_size: float
-    """The rate divided by 1 - beta1 ** step, with the last gradient's beta1, as in ``torch.optim.AdamW``"""
-    bias_correction2_sqrt: float
-    """sqrt(1 - beta2 ** step), with the last gradient's beta2"""
-
-    def of_window(self, eps: float) -> tuple[float, ...]:
-        """The numbers of ``AdamW.apply``."""
-        return self.decay, self.step_size, self.bias_correction2_sqrt, eps
+    def known(
+        cls,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        grad_scale: float = 1.0,
+        *,
+        eps: float = 1e-8,
+    ) -> Self:
+        """Of AdamW, with a ``grad_scale`` that the host knows."""
+        return cls(ADAMW.options(lr, beta1, beta2, weight_decay, eps), Number.known(grad_scale))
 
 
-def window_coefficients(coefficients: Sequence[StepCoefficients], step: int) -> WindowCoefficients:
-    """Compute the coefficients of the weights' step.
+class WindowNumbers(NamedTuple):
+    """The numbers that an update window is computed with."""
+
+    of_gradient: list[tuple[float, ...]]
+    of_window: tuple[float, ...]
+
+
+def window_numbers(coefficients: Sequence[StepCoefficients], step: int) -> WindowNumbers:
+    """Compute the numbers of an update window.
 
     Args:
         coefficients: one for each gradient of the update window, oldest first; at least one.
-        step: gradients in the moments after this window, its own included.
+        step: gradients in the state after this window, its own included.
 
     Raises:
         ValueError: no coefficients, or ``step`` smaller than their number.
@@ -118,53 +113,51 @@ def window_coefficients(coefficients: Sequence[StepCoefficients], step: int) -> 
             f"step={step} must be at least {len(coefficients)}, the number of gradients: it counts the gradients in "
             f"the moments after the window; add those of the window to the count before the flush"
         )
-    last, rate = coefficients[-1], math.fsum(each.lr for each in coefficients)
-    return WindowCoefficients(
-        decay=math.prod(1.0 - each.lr * each.weight_decay for each in coefficients),
-        rate=rate,
-        step_size=rate / (1.0 - last.beta1**step),
-        bias_correction2_sqrt=math.sqrt(1.0 - last.beta2**step),
-    )
+    return _numbers(coefficients[0].rule, tuple(map(_options, coefficients)), step)
+
+
+_options = attrgetter("options")
+
+
+@lru_cache(maxsize=256)  # the parameters of a group have the same numbers in a step
+def _numbers(rule: Rule, options: tuple[Any, ...], step: int) -> WindowNumbers:
+    first = step - len(options) + 1
+    of_gradient = [rule.gradient_numbers(own, count) for count, own in enumerate(options, first)]
+    return WindowNumbers(of_gradient, rule.window_numbers(options, step))
 
 
 @torch.no_grad()
-def rule_p_(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+def update_window_(
+    state: Sequence[Tensor],
     gradients: Sequence[Tensor],
     coefficients: Sequence[StepCoefficients],
     *,
     step: int,
-    eps: float,
     out: Tensor | None = None,
 ) -> None:
-    """Apply the gradients of one update window, in place, eagerly, on any device.
-
-    Computes in the master's dtype, by the definition of the rule.
+    """Apply the gradients of one update window, in place, eagerly, on any device, by the definition of the rule.
 
     Args:
-        master, exp_avg, exp_avg_sq: state, of one shape and dtype (fp32 in training); updated in place.
+        state: master and arrays, of one shape and dtype (fp32 in training), in which it computes; updated in place.
         gradients: oldest first, of that shape and any floating dtype; not written.
         coefficients: one for each of them. Missing gradients are absent from both. With none at all the state stays.
-        step: gradients in the moments after this window.
+        step: gradients in the state after this window.
         out: takes the new master, cast to its own dtype; also when every gradient was missing.
 
     Raises:
-        ValueError: numbers of gradients and coefficients differ; or see :func:`window_coefficients`.
+        ValueError: numbers of gradients and coefficients differ; or see :func:`window_numbers`.
     """
     if len(gradients) != len(coefficients):
         raise ValueError(f"{len(gradients)} gradients for {len(coefficients)} coefficients: there must be one each")
     if coefficients:
-        scaled = (
-            gradient.to(exp_avg.dtype) * own.grad_scale.for_fp32()
+        scaled = [
+            gradient.to(state[0].dtype) * own.grad_scale.for_fp32()
             for gradient, own in zip(gradients, coefficients, strict=True)
+        ]
+        moved, arrays = run_window(
+            coefficients[0].rule, state[0], state[1:], scaled, *window_numbers(coefficients, step)
         )
-        of_gradient = [own.of_gradient for own in coefficients]
-        of_window = window_coefficients(coefficients, step).of_window(eps)
-        state = (master, exp_avg, exp_avg_sq)
-        moved, arrays = run_window(ADAMW, master, state[1:], [*scaled], of_gradient, of_window)
         for each, new in zip(state, (moved, *arrays), strict=True):
             each.copy_(new)
     if out is not None:
-        out.copy_(master)
+        out.copy_(state[0])

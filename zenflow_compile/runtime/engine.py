@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime import errors, ops, shard_hooks
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.engine_core import EngineCore
@@ -50,6 +51,7 @@ class Engine:
         self,
         groups: list[dict[str, Any]],
         options: Options,
+        rule: Rule,
         device: torch.device,
         *,
         in_backward: bool,
@@ -58,7 +60,7 @@ class Engine:
     ) -> None:
         own = weakref.ref(self)
         self.core = core = EngineCore(
-            own, groups, options, device, in_backward=in_backward, ranks=ranks, sharded=sharded
+            own, groups, options, rule, device, in_backward=in_backward, ranks=ranks, sharded=sharded
         )
         self.id, self.options, self.device = core.id, options, device
         self.registry, self.params, self.offloaded = core.registry, core.params, core.offloaded
@@ -217,7 +219,6 @@ class Engine:
         Raises:
             RuntimeError: work in flight failed; no step runs then until a state is loaded. Or a weight was written
                 while an update of it was in flight; training may continue then.
-            ValueError, TypeError: an eps in ``param_groups`` that no step can use. Nothing has been changed then.
         """
         core = self.core
         core.check()
@@ -226,8 +227,6 @@ class Engine:
             index for index, each in self.offloaded.items() if each.host.flushed or each.window_gradients
         )
         core.holders.check(self.registry.plan.params)
-        for index in self.offloaded:
-            self.registry.eps(index)
         core.use_memory()
         try:
             self.schedule.restart_windows()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zenflow_compile.options.options import Options
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.features import FEATURES
@@ -64,6 +65,7 @@ class EngineCore:
         engine: weakref.ref[Any],
         groups: list[dict[str, Any]],
         options: Options,
+        rule: Rule,
         device: torch.device,
         *,
         in_backward: bool,
@@ -81,6 +83,7 @@ class EngineCore:
         self.registry = ParamRegistry(
             groups,
             options,
+            rule,
             device,
             self.recorder,
             engine,

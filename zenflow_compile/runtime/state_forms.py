@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,15 +42,16 @@ _LOST = 255  # the scale of a block with a number that is too large or not finit
 _WORD = 0xFFFFFFFF
 _PIECE_ELEMENTS = 1 << 22  # that are converted at a time, unless one row has more
 
-_Convert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
+class State(tuple[Tensor, ...]):
+    """Tensors of one parameter's state, with a row per slice: the master, f32[slices, length] or as stored, and the
+    arrays of the rule."""
 
-class State(NamedTuple):
-    """Tensors of one parameter's state, with a row per slice: f32[slices, length], or as stored."""
+    __slots__ = ()
 
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    @property
+    def master(self) -> Tensor:
+        return self[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +68,41 @@ class StateForm:
     split: bool = False
     moments: str = "fp32"
     length: int = 1
-    arrays: tuple[Array, ...] = ADAMW.arrays
+    arrays: tuple[Array, ...] = field(default=ADAMW.arrays, repr=False)
 
     @classmethod
     def of_deferred(cls, plan: ParamPlan) -> StateForm:
-        return cls(plan.split_master, plan.moments, plan.length)
+        return cls(plan.split_master, plan.moments, plan.length, plan.rule.arrays)
 
     @classmethod
     def of_selected(cls, plan: ParamPlan) -> StateForm:
-        return cls(moments=plan.moments, length=plan.length)
+        return cls(moments=plan.moments, length=plan.length, arrays=plan.rule.arrays)
 
     @classmethod
     def of_whole(cls, plan: ParamPlan) -> StateForm:
         """The form of the state of a parameter without slices, whose rows are the slices."""
-        return cls(moments=plan.moments, length=plan.whole_rows[1])
+        return cls(moments=plan.moments, length=plan.whole_rows[1], arrays=plan.rule.arrays)
 
     @property
     def plain(self) -> bool:
         return not self.split and self.moments == "fp32"
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    def dtypes(self) -> tuple[torch.dtype, ...]:
         moments = _MOMENTS[self.moments]
-        return torch.int16 if self.split else torch.float32, moments, moments
+        of_arrays = (moments if array.rounded else torch.float32 for array in self.arrays)
+        return torch.int16 if self.split else torch.float32, *of_arrays
 
     @property
-    def row_elements(self) -> tuple[int, int, int]:
+    def row_elements(self) -> tuple[int, ...]:
         """Elements of a row of each stored tensor. A row of 8-bit moments begins with its scales."""
-        moment = self.length + (self.blocks if self.moments == "fp8" else 0)
-        return self.length, moment, moment
+        scales = self.blocks if self.moments == "fp8" else 0
+        return self.length, *(self.length + (scales if array.rounded else 0) for array in self.arrays)
+
+    @property
+    def rounded(self) -> int:
+        """How many arrays may be rounded: the first ones."""
+        return sum(array.rounded for array in self.arrays)
 
     @property
     def blocks(self) -> int:
@@ -106,46 +112,52 @@ class StateForm:
     def tensors(self, slices: int) -> list[tuple[tuple[int, int], torch.dtype]]:
         return [((slices, elements), dtype) for elements, dtype in zip(self.row_elements, self.dtypes, strict=True)]
 
-    def expand(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
-        """fp32 moments, [n, length], of rows as they are stored: copies, unless they are stored in fp32."""
+    def expand(self, *arrays: Tensor) -> tuple[Tensor, ...]:
+        """fp32 arrays, [n, length], of rows as they are stored: copies, unless they are stored in fp32."""
+        if self.moments == "fp32" or not self.rounded:
+            return arrays
+        return *self._in_pieces(self._expand, arrays[: self.rounded]), *arrays[self.rounded :]
+
+    def compress(self, *arrays: Tensor, step: int = 0) -> tuple[Tensor, ...]:
+        """Rows of arrays as they are stored, of fp32 arrays [n, length]; ``step`` decides how they are rounded."""
+        if self.moments == "fp32" or not self.rounded:
+            return arrays
+        return *self._in_pieces(partial(self._compress, step=step), arrays[: self.rounded]), *arrays[self.rounded :]
+
+    def _expand(self, *moments: Tensor) -> list[Tensor]:
         if self.moments == "bf16":
-            return exp_avg.float(), exp_avg_sq.float()
-        if self.moments == "fp8":
-            return self._in_pieces(self._expand, exp_avg, exp_avg_sq)
-        return exp_avg, exp_avg_sq
+            return [each.float() for each in moments]
+        return [
+            _expanded(self, each, signed=not array.nonnegative)
+            for each, array in zip(moments, self.arrays, strict=False)
+        ]
 
-    def compress(self, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
-        """Rows of moments as they are stored, of fp32 moments [n, length]; ``step`` decides how they are rounded."""
-        if self.moments == "fp32":
-            return exp_avg, exp_avg_sq
-        return self._in_pieces(partial(self._compress, step=step), exp_avg, exp_avg_sq)
-
-    def _expand(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
-        return _expanded(self, exp_avg, signed=True), _expanded(self, exp_avg_sq, signed=False)
-
-    def _compress(self, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
-        random = _random_bits(exp_avg, exp_avg_sq, step)
+    def _compress(self, *moments: Tensor, step: int) -> list[Tensor]:
+        random = _random_bits(moments, step)
         if self.moments == "bf16":
-            return _rounded(exp_avg, random & 0xFFFF), _rounded(exp_avg_sq, random >> 16)
-        signed = _rows(self, exp_avg, random & 0xFFFFF, signed=True)
-        return signed, _rows(self, exp_avg_sq, random >> 13, signed=False)
+            return [_rounded(each, bits) for each, bits in zip(moments, (random & 0xFFFF, random >> 16), strict=False)]
+        return [
+            _rows(self, each, random >> 13 if array.nonnegative else random & 0xFFFFF, signed=not array.nonnegative)
+            for each, array in zip(moments, self.arrays, strict=False)
+        ]
 
-    def _in_pieces(self, convert: _Convert, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor]:
+    def _in_pieces(self, convert: Callable[..., list[Tensor]], moments: Sequence[Tensor]) -> list[Tensor]:
         """Convert rows piece by piece: temporaries are int64, and some ten times as large as what is converted."""
         rows = max(1, _PIECE_ELEMENTS // max(1, self.length))
-        if len(exp_avg) <= rows:
-            return convert(exp_avg, exp_avg_sq)
-        parts = (convert(*each) for each in zip(torch.split(exp_avg, rows), torch.split(exp_avg_sq, rows), strict=True))
+        if len(moments[0]) <= rows:
+            return convert(*moments)
+        parts = (convert(*each) for each in zip(*(torch.split(moment, rows) for moment in moments), strict=True))
         first = next(parts)
-        whole, whole_sq = (each.new_empty((len(exp_avg), each.shape[1])) for each in first)
-        for at, (part, part_sq) in zip(count(0, rows), chain([first], parts), strict=False):
-            whole[at : at + rows], whole_sq[at : at + rows] = part, part_sq
-        return whole, whole_sq
+        wholes = [each.new_empty((len(moments[0]), each.shape[1])) for each in first]
+        for at, made in zip(count(0, rows), chain([first], parts), strict=False):
+            for whole, part in zip(wholes, made, strict=True):
+                whole[at : at + rows] = part
+        return wholes
 
     def rows(self, state: Sequence[Tensor], weights: Tensor | None) -> StateRows:
         """Access to stored tensors and weights of any contiguous shape."""
         stored = (each.view(-1, elements) for each, elements in zip(state, self.row_elements, strict=True))
-        return StateRows(self, State(*stored), None if weights is None else weights.view(-1, self.length))
+        return StateRows(self, State(stored), None if weights is None else weights.view(-1, self.length))
 
     def describe(self, state: Sequence[Tensor], weights: Tensor | None) -> StoredState:
         """Describe stored tensors for native code. The result keeps none of them alive."""
@@ -158,7 +170,7 @@ class StateForm:
             split=self.split,
             moments=DTYPES[_MOMENTS[self.moments]],
             count=len(self.arrays),
-            rounded=sum(array.rounded for array in self.arrays),
+            rounded=self.rounded,
             nonnegative=sum(1 << number for number, array in enumerate(self.arrays) if array.nonnegative),
         )
 
@@ -182,21 +194,22 @@ class StateRows:
     weights: Tensor | None = None
 
     def read(self, rows: Tensor | slice = slice(None)) -> State:
-        """fp32 master and moments of ``rows``, [n, length]: copies, unless ``rows`` is a slice of fp32 state."""
+        """fp32 master and arrays of ``rows``, [n, length]: copies, unless ``rows`` is a slice of fp32 state."""
         form = self.form
-        master, exp_avg, exp_avg_sq = (each[rows] for each in self.stored)
+        master, *arrays = (each[rows] for each in self.stored)
         if form.split:
             assert self.weights is not None
             master = _joined(self.weights[rows], master)
-        return State(master, *form.expand(exp_avg, exp_avg_sq))
+        return State((master, *form.expand(*arrays)))
 
     def write(self, state: Sequence[Tensor], rows: Tensor | slice = slice(None), *, step: int = 0) -> None:
-        """Store fp32 master and moments [n, length] as ``rows``, each one time; ``step`` decides the rounding."""
-        form, (master, exp_avg, exp_avg_sq) = self.form, state
+        """Store fp32 master and arrays [n, length] as ``rows``, each one time; ``step`` decides the rounding."""
+        form, (master, *arrays) = self.form, state
         if self.weights is not None:
             self.weights[rows] = master.to(self.weights.dtype)
-        self.stored.master[rows] = _rest(master) if form.split else master
-        self.stored.exp_avg[rows], self.stored.exp_avg_sq[rows] = form.compress(exp_avg, exp_avg_sq, step=step)
+        made = _rest(master) if form.split else master, *form.compress(*arrays, step=step)
+        for target, values in zip(self.stored, made, strict=True):
+            target[rows] = values
 
     def write_master(self, master: Tensor) -> None:
         """Store fp32 masters of all rows, and leave the moments."""
@@ -208,10 +221,12 @@ class StateRows:
 # Random bits: 32-bit words in int64 tensors.
 
 
-def _random_bits(exp_avg: Tensor, exp_avg_sq: Tensor, step: int) -> Tensor:
+def _random_bits(moments: Sequence[Tensor], step: int) -> Tensor:
     """The hash "lowbias32" of C. Wellons, Prospecting for Hash Functions (2018)."""
-    of_sq = _bits(exp_avg_sq)
-    bits = (_bits(exp_avg) + (of_sq << 16 | of_sq >> 16) + step * 0x9E3779B9) & _WORD
+    bits = _bits(moments[0]) + step * 0x9E3779B9
+    for other in map(_bits, moments[1:]):
+        bits = bits + (other << 16 | other >> 16)
+    bits = bits & _WORD
     bits = bits ^ (bits >> 16)
     bits = (bits * 0x7FEB352D) & _WORD
     bits = bits ^ (bits >> 15)

@@ -156,15 +156,15 @@ class StepRunner:
         schedule, step = self.schedule, self.core.step
         params = [
             (each.plan, each.device, None if (record := each.shown.record) is None else record.final.unscale)
-            for each, _, _ in members
+            for each, _ in members
         ]
-        for (offloaded, coefficients, eps), due in zip(members, schedule.due(params, step), strict=True):
+        for (offloaded, coefficients), due in zip(members, schedule.due(params, step), strict=True):
             plan = offloaded.plan
             offloaded.gradient.commit(None if offloaded.shown.record is None else coefficients)
             if not due:
                 continue
             selection = schedule.selection(plan, offloaded.device, step)
-            window = offloaded.updates.flush(at=step, eps=eps, selection=selection, promptly=warming_up)
+            window = offloaded.updates.flush(at=step, selection=selection, promptly=warming_up)
             if window is not None:
                 flushed.append(window)
                 if self.recorder.timeline is not None:

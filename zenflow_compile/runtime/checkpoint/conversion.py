@@ -18,16 +18,21 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
-from zenflow_compile.runtime.checkpoint.format import NONE, SCHEDULE, in_slices, planned
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
+from zenflow_compile.runtime.checkpoint.format import (
+    NONE,
+    SCHEDULE,
+    array_names,
+    in_slices,
+    planned,
+    saved_coefficients,
+)
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import selection
 
 _OF_WINDOW = SCHEDULE.index("leaving")
 """As many numbers of the entry ``schedule`` belong to the update window, the others to the selection."""
 
-_ANY_PLAN = ("step", "exp_avg", "exp_avg_sq", "master")
-"""Entries that do not depend on the plan; a load starts the others anew."""
 _SELECTION = ("score", "mask", "selected_at")
 
 
@@ -80,7 +85,7 @@ def saved_plan(own: ParamPlan, entry: Mapping[str, Any]) -> ParamPlan:
 
 
 def convert(
-    plan: ParamPlan, saved: ParamPlan, entry: Mapping[str, Any], weight: Tensor, eps: float, *, has_layout: bool
+    plan: ParamPlan, saved: ParamPlan, entry: Mapping[str, Any], weight: Tensor, *, has_layout: bool
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Fit the entries of a parameter, or of this rank's part of it, whose weight is ``weight``, to ``plan``.
 
@@ -107,11 +112,12 @@ def convert(
                 "model's weights first, as by set_model_state_dict() before set_optimizer_state_dict(), or call "
                 "optimizer.flush() before the state is saved"
             )
-        found |= _flushed(saved, entry, eps)
+        found |= _flushed(saved, entry)
         new_weight = found["master"].to(plan.dtype)
     selects = plan.selects and saved.selects and _view(plan) == _view(saved)
     if not has_layout:
-        names = (*_ANY_PLAN, *(_SELECTION if selects else ()), *(("residual",) if plan.compressed else ()))
+        of_selection, lost = _SELECTION if selects else (), ("residual",) if plan.compressed else ()
+        names = ("step", "master", *array_names(plan), *of_selection, *lost)
         found = {name: found[name] for name in names if name in found}
     if selects:
         # As many slices as ``plan`` has memory for: those that were selected come first, and then scores decide.
@@ -148,16 +154,15 @@ def _shown_weight(plan: ParamPlan, entry: Mapping[str, Any]) -> Tensor:
     return (slices if plan.dim == 0 else slices.t()).reshape(plan.shape)
 
 
-def _flushed(plan: ParamPlan, entry: Mapping[str, Any], eps: float) -> dict[str, Any]:
+def _flushed(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that change when the update window is flushed."""
     deferred = torch.nonzero(~_mask(plan, entry).flatten()).flatten()
     found: dict[str, Any] = {}
-    if count := int(entry.get("open", 0)):
-        coefficients = [StepCoefficients.known(*each) for each in entry["coefficients"].tolist()[:count]]
+    if coefficients := saved_coefficients(plan, entry):
         gradients, coefficients = _waiting(plan, entry, deferred, coefficients)
-        names = ("master", "exp_avg", "exp_avg_sq")
+        names = ("master", *array_names(plan))
         state = [in_slices(plan, entry[name].cpu())[deferred] for name in names]  # copies
-        rule_p_(state[0], state[1], state[2], gradients, coefficients, step=int(entry["step"]), eps=eps)
+        update_window_(state, gradients, coefficients, step=int(entry["step"]))
         for name, values in zip(names, state, strict=True):
             whole = entry[name].cpu().clone(memory_format=torch.contiguous_format)
             in_slices(plan, whole)[deferred] = values

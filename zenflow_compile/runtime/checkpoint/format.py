@@ -12,7 +12,7 @@ So no number may depend on that order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,9 @@ from torch import Tensor
 from zenflow_compile.options.options import OFFLOAD_DEVICES, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.device.number import Number
 
-FORMAT = 10
-ADAMW = ("step", "exp_avg", "exp_avg_sq")
-"""The entries of torch.optim.AdamW."""
+FORMAT = 11
 
 CHOSEN = ("policy", "ratio", "update_stride", "device_share", "offload_device")
 """Options that a measurement may choose, in the order of the entry ``chosen``."""
@@ -54,6 +53,13 @@ NONE = -1
 """Stands for None where every number is >= 0."""
 
 
+def saved_coefficients(plan: ParamPlan, entry: Mapping[str, Any]) -> list[StepCoefficients]:
+    """The coefficients of each gradient in the update window, oldest first."""
+    count = int(entry.get("open", 0))
+    rows = entry["coefficients"].tolist()[:count] if count else []
+    return [StepCoefficients(plan.rule.options(*row[:-1]), Number.known(row[-1]), plan.rule) for row in rows]
+
+
 class Field(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,6 +68,11 @@ class Field(NamedTuple):
 def state_dtype(plan: ParamPlan) -> torch.dtype:
     """The dtype of moments and master."""
     return torch.float64 if plan.dtype == torch.float64 else torch.float32
+
+
+def array_names(plan: ParamPlan) -> tuple[str, ...]:
+    """Entries of the rule's arrays."""
+    return tuple(array.name for array in plan.rule.arrays)
 
 
 def window_places(plan: ParamPlan) -> int:
@@ -73,7 +84,7 @@ def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
     """The entries of one parameter. ``adaptive``: gradient values decide when update windows are flushed."""
     count, shape, per_slice = Field((), torch.int64), plan.shape, (plan.slices, 1)
     dense = Field(shape, state_dtype(plan))
-    fields = {"step": Field((), torch.float32), "exp_avg": dense, "exp_avg_sq": dense}
+    fields = {"step": Field((), torch.float32), **{array.name: dense for array in plan.rule.arrays}}
     if plan.offloaded or plan.dtype != dense.dtype:
         fields["master"] = dense
     if plan.offloaded and plan.selects:
@@ -83,7 +94,7 @@ def layout(plan: ParamPlan, *, adaptive: bool) -> dict[str, Field]:
         fields["selecting_ranks"] = count
     if places := window_places(plan):
         fields["open"] = count
-        fields["coefficients"] = Field((places, len(StepCoefficients._fields)), torch.float64)
+        fields["coefficients"] = Field((places, len(plan.rule.options._fields) + 1), torch.float64)
         if plan.summed:
             fields["window_sum"] = Field(shape, torch.float32)
         for place in () if plan.summed else range(places):

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.checks.validate import user_stacklevel
+from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.checkpoint.format import (
     NONE,
+    array_names,
     chosen_entry,
     in_shape,
     in_slices,
     layout,
     per_slice,
     plan_entry,
+    saved_coefficients,
     state_dtype,
     window_places,
 )
@@ -74,9 +77,6 @@ class InStateDict:
     __getitem__ = __setitem__ = _refuse
     __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = _refuse
     __mul__ = __rmul__ = __imul__ = __truediv__ = __rtruediv__ = __itruediv__ = _refuse
-
-
-_STATE = ("master", "exp_avg", "exp_avg_sq")
 
 
 def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _has_other_moments(offloaded: OffloadedParam, entry: Mapping[str, Any] | Non
         return False  # late updates show another weight
     state = dense_state(offloaded)
     return torch.equal(entry["master"].cpu(), state["master"]) and not all(
-        torch.equal(entry[name].cpu(), state[name]) for name in _STATE[1:]
+        torch.equal(entry[name].cpu(), state[name]) for name in array_names(plan)
     )
 
 
@@ -206,18 +206,22 @@ def is_as_shown(entry: Mapping[str, Any]) -> bool:
 
 
 def dense_state(offloaded: OffloadedParam) -> dict[str, Tensor]:
-    """Master and moments of all slices, in the parameter's shape; no job may be writing them."""
+    """Master and arrays of all slices, in the parameter's shape; no job may be writing them."""
     selection, device, read = _selection(offloaded), offloaded.device, offloaded.transport.device_memory.read
     # On the host: the device may have no room for fp32 moments.
-    on_device_side = StateRows(device.form, State(*(read(each).cpu() for each in device.rows.stored))).read()
+    on_device_side = StateRows(device.form, State(read(each).cpu() for each in device.state)).read()
     with offloaded.host.acquire() as state:
         on_host_side = state.read()
         return {
             name: in_shape(
                 offloaded.plan, [(selection.selected, on_device), (selection.deferred, on_host)], torch.float32
             )
-            for name, on_device, on_host in zip(_STATE, on_device_side, on_host_side, strict=True)
+            for name, on_device, on_host in zip(_state_names(offloaded.plan), on_device_side, on_host_side, strict=True)
         }
+
+
+def _state_names(plan: ParamPlan) -> tuple[str, ...]:
+    return "master", *array_names(plan)
 
 
 def _entries(engine: Engine, index: int) -> dict[str, Tensor]:
@@ -288,12 +292,11 @@ def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     state = engine.registry.device_updated.state(index)
     if state is None:
         dtype = state_dtype(plan)
-        zeros = [torch.zeros_like(param, dtype=dtype, device="cpu") for _ in range(2)]
-        master = param.to(device="cpu", dtype=dtype, copy=True)
-        return {"step": torch.zeros(()), "exp_avg": zeros[0], "exp_avg_sq": zeros[1], "master": master}
+        zeros = {name: torch.zeros_like(param, dtype=dtype, device="cpu") for name in array_names(plan)}
+        return {"step": torch.zeros(()), **zeros, "master": param.to(device="cpu", dtype=dtype, copy=True)}
     read = engine.device_memory.read
-    moments = state.form.expand(read(state.exp_avg).cpu(), read(state.exp_avg_sq).cpu())
-    found = {"step": read(state.step), **dict(zip(_STATE[1:], moments, strict=True))}
+    arrays = state.form.expand(*(read(each).cpu() for each in state.arrays))
+    found = {"step": read(state.step), **dict(zip(array_names(plan), arrays, strict=True))}
     if state.master is not None:
         found["master"] = read(state.master)
     return {
@@ -310,7 +313,7 @@ def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) ->
     if plan.dtype != state_dtype(plan):
         master = entry["master"] if "master" in entry else _flat_weight(engine, index).to(state_dtype(plan))
     step = torch.tensor(float(entry["step"]), dtype=torch.float32)
-    return ResidentState(entry["exp_avg"], entry["exp_avg_sq"], step, master)
+    return ResidentState([entry[name] for name in array_names(plan)], step, master)
 
 
 # Offloaded parameters: saving.
@@ -355,8 +358,8 @@ def _window_entries(offloaded: OffloadedParam) -> dict[str, Tensor]:
     """The gradients in the update window, oldest first, and zeros in its empty places."""
     host, plan, deferred = offloaded.host, offloaded.plan, _selection(offloaded).deferred
     # A factor may still be on its way to the host: ``float`` waits for it.
-    per_gradient = [[float(number) for number in each] for each in _coefficients(offloaded)]
-    empty = [0.0] * len(StepCoefficients._fields)
+    per_gradient = [[*each.options, float(each.grad_scale)] for each in _coefficients(offloaded)]
+    empty = [0.0] * (len(plan.rule.options._fields) + 1)
     coefficients = torch.tensor(
         [*per_gradient, *([empty] * (window_places(plan) - len(per_gradient)))], dtype=torch.float64
     )
@@ -393,8 +396,7 @@ def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
     plan, zeros = offloaded.plan, torch.zeros(()).expand(offloaded.plan.shape)
     return {
         "step": 0.0,
-        "exp_avg": zeros,
-        "exp_avg_sq": zeros,
+        **dict.fromkeys(array_names(plan), zeros),
         "score": torch.zeros(plan.slices if plan.selects else 0),
         "mask": torch.arange(plan.slices) < plan.k,
         "selected_at": NONE,
@@ -418,7 +420,7 @@ def _load_offloaded(
     flushed = [at for at in entry["visible_at"].tolist() if at != NONE]
     uploads = [host.upload_to_load() for _ in flushed]
     with host.acquire(write=True, fresh=True) as host_state:
-        slices = [in_slices(plan, entry[name].cpu()) for name in _STATE]
+        slices = [in_slices(plan, entry[name].cpu()) for name in _state_names(plan)]
         master, *moments = (each[on_device_side].float() for each in slices)
         for target, source in zip(device.rows.stored, (master, *device.form.compress(*moments)), strict=True):
             target.copy_(source)
@@ -450,7 +452,7 @@ def _load_window(
 ) -> None:
     """Load the first ``count`` gradients [deferred, length] of the update window, or their sum."""
     host, plan, window_sum = offloaded.host, offloaded.plan, offloaded.parts.window_sum
-    loaded = [StepCoefficients.known(*each) for each in entry["coefficients"].tolist()[:count]] if count else []
+    loaded = saved_coefficients(plan, entry)
     if window_sum is not None:
         window_sum.coefficients = loaded
         if loaded:

@@ -16,17 +16,22 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.checkpoint.format import in_slices
+from zenflow_compile.runtime.checkpoint.format import array_names, in_slices
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.torch_internals import torch_private
 
-DENSE = re.compile(r"exp_avg|exp_avg_sq|master|window_sum|window\d+|residual|shown")
-"""Names of entries of the parameter's shape."""
+DENSE = re.compile(r"master|window_sum|window\d+|residual|shown")
+"""Names of entries of the parameter's shape, but for the arrays of the rule."""
 PER_SLICE = re.compile(r"score|mask|scale\d+")
 """Names of entries with a value for each slice."""
 SCALE = re.compile(r"scale\d+")
 """Of these, the ones that depend on which elements of a slice a rank has."""
+
+
+def is_dense(plan: ParamPlan, name: str) -> bool:
+    """Whether an entry has the parameter's shape."""
+    return DENSE.fullmatch(name) is not None or name in array_names(plan)
 
 
 def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> dict[str, Tensor]:
@@ -35,10 +40,10 @@ def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> 
     found = dict(entry)
     for name, own in entry.items():
         if (flat := plan.flat) is not None:
-            if DENSE.fullmatch(name):
+            if is_dense(plan, name):
                 rows = _gather_rows(plan, own, flat.most_elements, ranks)
                 found[name] = torch.cat(rows)[: whole.numel].view(whole.shape)
-        elif DENSE.fullmatch(name):
+        elif is_dense(plan, name):
             slices = _gather(plan, own, ranks)
             found[name] = (slices if whole.dim == 0 else slices.t()).reshape(whole.shape).contiguous()
         elif PER_SLICE.fullmatch(name):
@@ -50,11 +55,11 @@ def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Take this rank's share out of the entries of a whole parameter."""
     found = dict(entry)
     if (flat := plan.flat) is not None:
-        return found | {name: flat.view(value) for name, value in entry.items() if DENSE.fullmatch(name)}
+        return found | {name: flat.view(value) for name, value in entry.items() if is_dense(plan, name)}
     share = plan.share
     assert share is not None
     for name, value in entry.items():
-        if DENSE.fullmatch(name):
+        if is_dense(plan, name):
             found[name] = in_slices(share.whole, value)[share.part :: share.parts]
         elif PER_SLICE.fullmatch(name):
             found[name] = value[share.part :: share.parts]
@@ -87,7 +92,7 @@ def sharded_entry(plan: ParamPlan, param: LocalShard, entry: dict[str, Tensor]) 
     assert shard is not None
     shape = tuple(param.sharded.shape)
     for name, own in entry.items():
-        if DENSE.fullmatch(name):
+        if is_dense(plan, name):
             found[name] = param.entry(own, shape, [by.dim for by in (param.by, *param.pieces)])
         elif PER_SLICE.fullmatch(name):
             parts = 1 if SCALE.fullmatch(name) else None
@@ -114,7 +119,7 @@ def local_entry(plan: ParamPlan, param: LocalShard, entry: Mapping[str, Any]) ->
             continue
         if torch_private.is_dtensor(value):
             found[name] = torch_private.local_tensor(value)
-        elif DENSE.fullmatch(name) and value.shape == param.sharded.shape:
+        elif is_dense(plan, name) and value.shape == param.sharded.shape:
             found[name] = by.view(param.piece_of(value))
         elif PER_SLICE.fullmatch(name) and value.dim() == 2 and value.shape[1] == 1:
             # As [indices along the sharded dimension, slices for each index].

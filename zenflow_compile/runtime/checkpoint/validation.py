@@ -12,10 +12,9 @@ from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.planning.planners import shard_of
-from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime.checkpoint.conversion import convert, has_open_window, have_one_layout, saved_plan
 from zenflow_compile.runtime.checkpoint.format import (
-    ADAMW,
     CHOSEN,
     FORMAT,
     NONE,
@@ -26,6 +25,7 @@ from zenflow_compile.runtime.checkpoint.format import (
     layout,
     plan_entry,
     planned,
+    saved_coefficients,
 )
 from zenflow_compile.runtime.checkpoint.shares import local_entry
 from zenflow_compile.runtime.engine import Engine
@@ -75,7 +75,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     if "zenflow" in state:
         refuse_format(4)
     whole = _Part(state, "the optimizer")
-    keys, taken = _check_groups(groups, whole.get("param_groups", (list, tuple), "list"))
+    keys, taken = _check_groups(groups, whole.get("param_groups", (list, tuple), "list"), engine.registry.rule)
     saved = whole.get("state", Mapping, "dict")
     index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     places = [index_of[id(param)] for group in groups for param in group["params"]]
@@ -89,17 +89,17 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         entries[index_by_key[key]] = {
             name: value.detach() if isinstance(value, Tensor) else value for name, value in content.items()
         }
+    of_pytorch = _entries_of_pytorch(engine)
     # An AdamW that loads and saves a state of ours casts all entries to the parameter's dtype.
     plans = [entry.get("plan") for entry in entries.values()]
     if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
         entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
     elif _is_filled_in(entries):
-        entries = {index: {name: entry[name] for name in ADAMW if name in entry} for index, entry in entries.items()}
+        entries = {
+            index: {name: entry[name] for name in of_pytorch if name in entry} for index, entry in entries.items()
+        }
     if not any("plan" in entry for entry in entries.values()):
         return _check_adamw(engine, entries, taken)
-    eps_of: dict[int, float] = {}
-    for group, values in zip(groups, taken, strict=True):
-        eps_of |= {index_of[id(param)]: float(values.get("eps", group["eps"])) for param in group["params"]}
     weights: dict[int, Tensor] = {}
     converted: set[int] = set()
     steps: set[int] = set()
@@ -113,7 +113,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         saved_before = _saved_plan(_Part(entries[index], repr(plan.name)), plan)
         if isinstance(param := engine.params[index], LocalShard):
             param.follow()  # its weight is compared below, and may have been loaded as other memory
-            _check_model_shape(_Part(entries[index], repr(plan.name)), tuple(param.sharded.shape))
+            _check_model_shape(_Part(entries[index], repr(plan.name)), tuple(param.sharded.shape), plan.rule)
             if param.by.dim not in (0, saved_before.row_dims) and (
                 saved_before.selects or has_open_window(entries[index])
             ):
@@ -136,7 +136,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
             converted.add(index)
         if index in converted or _selected_by_others(entry, plan):
             entries[index], weight = convert(
-                plan, saved_before, entry, engine.registry.weight_of(index), eps_of[index], has_layout=has_layout
+                plan, saved_before, entry, engine.registry.weight_of(index), has_layout=has_layout
             )
             if weight is not None:
                 weights[index] = weight
@@ -157,7 +157,7 @@ def refuse_format(found: int) -> NoReturn:
 
 
 def _check_groups(
-    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any]
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], rule: Rule
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
     """The saved names of all parameters in the order of the groups, and the values that each own group takes over."""
     parts = [_Part(group, f"param group {number}") for number, group in enumerate(saved)]
@@ -170,6 +170,7 @@ def _check_groups(
             "that the saved one had"
         )
     keys: list[int | str] = []
+    of_rule = type(rule).__name__
     for part, listed in zip(parts, names, strict=True):
         if not all(isinstance(name, (int, str)) for name in listed):
             part.refuse("'params' that are neither numbers nor names")
@@ -180,7 +181,12 @@ def _check_groups(
     for number, (own, group) in enumerate(zip(groups, saved, strict=True)):
         try:
             values = _taken_over(own, group)
-            check_group({**own, **values, "decoupled_weight_decay": group.get("decoupled_weight_decay", True)})
+            if (saved_rule := group.get("rule", of_rule)) != of_rule:
+                raise ValueError(
+                    f"the rule is {saved_rule!r}, and this optimizer's {of_rule!r}; load it into one of its rule"
+                )
+            switches = {name: group[name] for name in ("decoupled_weight_decay",) if name in group}
+            check_group({**own, **values, **switches}, rule)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"in param group {number} of the state dict, {error}") from error
         taken.append(values)
@@ -222,17 +228,24 @@ def _adamw_entries(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict
         raise ValueError(
             f"the state dict was loaded into torch.optim.AdamW with gradients waiting in the update window of "
             f"{part.name}, which AdamW has not applied: call flush() before the state is saved for AdamW, or keep only "
-            f"{', '.join(map(repr, ADAMW))} of each parameter to go on without these gradients"
+            f"{', '.join(map(repr, _entries_of_pytorch(engine)))} of each parameter to go on without these gradients"
         )
-    return {key: value for key, value in entry.items() if key in (*ADAMW, "max_exp_avg_sq")}
+    return {key: value for key, value in entry.items() if key in (*_entries_of_pytorch(engine), "max_exp_avg_sq")}
+
+
+def _entries_of_pytorch(engine: Engine) -> tuple[str, ...]:
+    """The entries that the optimizer of PyTorch has by the same rule."""
+    return "step", *(array.name for array in engine.registry.rule.arrays)
 
 
 def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
     """Check a state of torch.optim.AdamW. Its number of steps is that of the parameter with most gradients."""
-    if not all("betas" in group for group in taken):
+    rule = engine.registry.rule
+    kind = type(rule).__name__
+    if missing := [name for name in rule.defaults if not all(name in group for group in taken)]:
         raise ValueError(
-            "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: its param groups have no 'betas'; "
-            "load the state of one of these"
+            f"the state dict is neither of a ZenFlow{kind} nor of torch.optim.{kind}: its param groups have no "
+            f"{missing[0]!r}; load the state of one of these"
         )
     used: dict[int, Mapping[str, Any]] = {}
     for index, entry in entries.items():
@@ -245,18 +258,18 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
                 f"the state dict has 'max_exp_avg_sq' for {plan.name!r}, of a torch.optim.AdamW with amsgrad=True, "
                 "which is not supported; load the state of one without amsgrad"
             )
-        part.check_names(ADAMW)
-        _check_model_shape(part, tuple(engine.registry.given[index].shape))
+        part.check_names(_entries_of_pytorch(engine))
+        _check_model_shape(part, tuple(engine.registry.given[index].shape), plan.rule)
         if isinstance(param := engine.params[index], LocalShard):
             own = engine.plan.params[index]
             entry = local_entry(own, param, entry)
             part, plan = _Part(entry, repr(plan.name)), own
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in _entries_of_pytorch(engine)[1:]:
             dtype = part.tensor(key).dtype
             part.check_tensor(key, Field(plan.shape, dtype))
             if not dtype.is_floating_point:
                 part.refuse(f"{key!r} of {dtype}")
-            part.check_values(key)
+            part.check_values(key, plan.rule)
         used[index] = {**entry, "step": float(part.step())}
     step = max((int(entry["step"]) for entry in used.values()), default=0)
     return Checked(used, taken, step, None, {}, frozenset())
@@ -268,11 +281,11 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
 def _check_entries(entry: Mapping[str, Any], plan: ParamPlan) -> None:
     """Check that the entries of one parameter are complete, of this plan, and have values that a step can use."""
     part = _Part(entry, repr(plan.name))
-    _check_model_shape(part, plan.shape)
+    _check_model_shape(part, plan.shape, plan.rule)
     expected = layout(plan, adaptive="shortest_window" in entry)
     for key, field in expected.items():
         part.check_tensor(key, field)
-        part.check_values(key)
+        part.check_values(key, plan.rule)
     part.check_names(expected)
     gradients, step = part.step(), int(entry["optimizer_step"])
     if gradients > step:
@@ -286,7 +299,7 @@ def _check_entries(entry: Mapping[str, Any], plan: ParamPlan) -> None:
     if "mask" in expected and (at := int(entry["selected_at"])) >= max(step, 1):
         part.refuse(f"selected_at={at} with optimizer_step={step}, before which it was,")
     if "open" in expected:
-        _check_window(part, gradients)
+        _check_window(part, plan, gradients)
     if "visible_at" in expected and any(
         at != NONE and not step <= at <= step + plan.staleness for at in entry["visible_at"].tolist()
     ):
@@ -303,8 +316,11 @@ def _selected_by_others(entry: Mapping[str, Any], plan: ParamPlan) -> bool:
     return others_own or int(entry["selecting_ranks"]) != plan.selecting_ranks
 
 
-def _check_model_shape(part: _Part, own: tuple[int, ...]) -> None:
-    if (shape := tuple(part.tensor("exp_avg").shape)) != own:
+def _check_model_shape(part: _Part, own: tuple[int, ...], rule: Rule) -> None:
+    if not rule.arrays:
+        return
+    name = rule.arrays[0].name
+    if (shape := tuple(part.tensor(name).shape)) != own:
         raise ValueError(
             f"the state dict has shape={list(shape)} for {part.name}, this optimizer {list(own)}; it "
             "belongs to another model: load it over parameters of that shape"
@@ -336,16 +352,16 @@ def _saved_plan(part: _Part, own: ParamPlan) -> ParamPlan:
         part.refuse(str(error))
 
 
-def _check_window(part: _Part, gradients: int) -> None:
+def _check_window(part: _Part, plan: ParamPlan, gradients: int) -> None:
     """Check the number of gradients in the update window, and the coefficients of each."""
     coefficients, count = part.tensor("coefficients"), int(part.tensor("open"))
     if count > min(len(coefficients), gradients):
         part.refuse(f"open={count} with places for {len(coefficients)} gradients and step={gradients}")
     if not bool(coefficients[:count].isfinite().all()):
         part.refuse("'coefficients' with values that are not finite")
-    for each in map(StepCoefficients._make, coefficients[:count].tolist()):
-        if not (each.lr >= 0 and each.weight_decay >= 0 and 0 <= each.beta1 < 1 and 0 <= each.beta2 < 1):
-            part.refuse(f"'coefficients' that no step has ({each})")
+    for each in saved_coefficients(plan, part.content):
+        if problem := plan.rule.impossible(each.options):
+            part.refuse(f"'coefficients' that no step has ({problem})")
 
 
 def _check_schedule(part: _Part) -> None:
@@ -424,13 +440,15 @@ class _Part:
                 f"{key!r} of shape {list(value.shape)} and {value.dtype}, not {list(field.shape)} and {field.dtype},"
             )
 
-    def check_values(self, key: str) -> None:
+    def check_values(self, key: str, rule: Rule) -> None:
         """Check the values of a tensor that ``check_tensor`` has accepted."""
         value = self.tensor(key)
+        finite = ("master", *(array.name for array in rule.arrays if not array.nonnegative))
+        nonnegative = [array.name for array in rule.arrays if array.nonnegative]
         if key in _LEAST and (number := int(value)) < _LEAST[key]:
             self.refuse(f"{key}={number}, which is not a whole number >= {_LEAST[key]},")
-        if key in ("exp_avg", "master") and not bool(value.isfinite().all()):
+        if key in finite and not bool(value.isfinite().all()):
             self.refuse(f"{key!r} with values that are not finite")
         # Infinite after a gradient that was too large. The comparison is False for NaN.
-        if key == "exp_avg_sq" and not bool((value >= 0).all()):
+        if key in nonnegative and not bool((value >= 0).all()):
             self.refuse(f"{key!r} with values that are negative or NaN")

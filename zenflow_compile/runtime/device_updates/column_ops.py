@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients
+from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients, update_window_
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState, row_major
 from zenflow_compile.torch_internals import torch_private
@@ -94,17 +94,18 @@ def merge_columns(matrix: Tensor, dim: int, selection: Selection, values: Tensor
         reference_merge_columns(matrix, dim, selection.deferred, values)
 
 
-def adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
-    """Do one AdamW step on the selected slices of parameters that share coefficients, and cast it into their matrices.
+def update_columns_(params: Sequence[SliceState], coefficients: StepCoefficients) -> None:
+    """Do one step on the selected slices of parameters that share coefficients, and cast it into their matrices.
 
-    The result of one parameter does not depend on the others.
+    The result of one parameter does not depend on the others. AdamW has a Triton kernel, other rules have operators.
     """
     params = [each for each in params if each.gradient.numel()]
-    if params and (kernels := _kernels(params[0].matrix.device)) is not None:
+    kernels = _kernels(params[0].matrix.device) if params and coefficients.rule.fused else None
+    if kernels is not None:
         for each in params:
-            kernels.adam_columns_(each, coefficients, eps=eps)
+            kernels.adam_columns_(each, coefficients)
     else:
-        reference_adam_columns_(params, coefficients, eps=eps)
+        reference_update_columns_(params, coefficients)
 
 
 def quantize_slices_(
@@ -131,15 +132,22 @@ def quantize_slices_(
 # The references: what runs without Triton, and what the tests compare the kernels with.
 
 
-def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoefficients, *, eps: float) -> None:
-    """:func:`adam_columns_` in PyTorch: one multi-tensor call for the arithmetic of a batch of parameters."""
+def reference_update_columns_(params: Sequence[SliceState], coefficients: StepCoefficients) -> None:
+    """:func:`update_columns_` in PyTorch: for AdamW one multi-tensor call for a batch of parameters."""
+    update = _update_by_adamw if coefficients.rule.fused else _update_by_rule
     for batch in bounded_batches(params, [each.gradient.numel() for each in params], _CHUNK_ELEMENTS):
         parts = [[each for each in batch if each.form.moments == "fp32"]]
         if cut := [piece for each in batch if each.form.moments != "fp32" for piece in each.pieces(_CHUNK_ELEMENTS)]:
             parts += bounded_batches(cut, [each.gradient.numel() for each in cut], _CHUNK_ELEMENTS)
         for part in parts:
-            if part:
-                _update_state(part, coefficients, eps)
+            if not part:
+                continue
+            wide = [each.arrays if each.form.moments == "fp32" else each.form.expand(*each.arrays) for each in part]
+            update(part, wide, coefficients)
+            for each, arrays in zip(part, wide, strict=True):
+                if each.form.moments != "fp32":
+                    for stored, values in zip(each.arrays, each.form.compress(*arrays, step=each.step), strict=True):
+                        stored.copy_(values)
         for each in batch:
             dtype = each.matrix.dtype
             master = each.master if dtype == torch.float32 else each.master.to(dtype)
@@ -149,23 +157,27 @@ def reference_adam_columns_(params: Sequence[SliceState], coefficients: StepCoef
                 each.matrix.copy_(master if each.dim == 0 else master.t())
 
 
-def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, eps: float) -> None:
-    """The masters and moments of :func:`reference_adam_columns_`."""
+def _update_by_rule(
+    batch: Sequence[SliceState], wide: Sequence[Sequence[Tensor]], coefficients: StepCoefficients
+) -> None:
+    """Update masters, and arrays ``wide`` in fp32."""
+    for each, arrays in zip(batch, wide, strict=True):
+        update_window_((each.master, *arrays), [each.gradient], [coefficients], step=each.step)
+
+
+def _update_by_adamw(
+    batch: Sequence[SliceState], wide: Sequence[Sequence[Tensor]], coefficients: StepCoefficients
+) -> None:
+    """As :func:`_update_by_rule`, for AdamW."""
     grads = [each.gradient.float() for each in batch]
     if coefficients.grad_scale.value != 1.0:
         grads = list(torch._foreach_mul(grads, coefficients.grad_scale.for_fp32()))
     counts = {
         step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
     }
-    moments = [
-        (each.exp_avg, each.exp_avg_sq)
-        if each.form.moments == "fp32"
-        else each.form.expand(each.exp_avg, each.exp_avg_sq)
-        for each in batch
-    ]
     parts: list[tuple[Tensor, ...]] = []
     cuts: list[PaddedTail] = []
-    for each, of_it, grad in zip(batch, moments, grads, strict=True):
+    for each, of_it, grad in zip(batch, wide, grads, strict=True):
         tensors, count = (each.master, *of_it, grad), counts[each.step]
         if each.master.numel() % VECTOR_ELEMENTS == 0:
             parts.append((*tensors, count))
@@ -174,21 +186,16 @@ def _update_state(batch: Sequence[SliceState], coefficients: StepCoefficients, e
         cut = PaddedTail.of([tensor.view(-1) for tensor in tensors])
         parts += [(*cut.vectors, count), (*cut.padded, count)]
         cuts.append(cut)
-    fused_adamw_(parts, coefficients, eps)
+    fused_adamw_(parts, coefficients)
     for cut in cuts:
         cut.put_back(3)
-    for each, of_it in zip(batch, moments, strict=True):
-        if each.form.moments != "fp32":
-            exp_avg, exp_avg_sq = each.form.compress(*of_it, step=each.step)
-            each.exp_avg.copy_(exp_avg)
-            each.exp_avg_sq.copy_(exp_avg_sq)
 
 
-def fused_adamw_(parts: Sequence[tuple[Tensor, ...]], coefficients: StepCoefficients, eps: float) -> None:
+def fused_adamw_(parts: Sequence[tuple[Tensor, ...]], coefficients: StepCoefficients) -> None:
     """Do one AdamW step, without the gradients' scale, on weights, first and second moments, gradients and steps."""
     weights, exp_avgs, exp_avg_sqs, grads, steps = (list(each) for each in zip(*parts, strict=True))
-    tensors, (lr, beta1, beta2, weight_decay, _) = (weights, grads, exp_avgs, exp_avg_sqs, steps), coefficients
-    torch_private.fused_adamw_multi_(*tensors, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps)
+    tensors = weights, grads, exp_avgs, exp_avg_sqs, steps
+    torch_private.fused_adamw_multi_(*tensors, **coefficients.options._asdict())
 
 
 @torch.no_grad()

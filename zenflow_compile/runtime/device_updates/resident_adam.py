@@ -1,4 +1,4 @@
-"""AdamW on the device for parameters whose state is there during the update: resident or streamed."""
+"""Updates on the device of parameters whose state is there during the update: resident or streamed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.number import Number
-from zenflow_compile.runtime.device_updates.column_ops import adam_columns_, bounded_batches, fused_adamw_
+from zenflow_compile.runtime.device_updates.column_ops import bounded_batches, fused_adamw_, update_columns_
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
@@ -23,11 +23,11 @@ _SCRATCH_ELEMENTS = 1 << 26
 
 @dataclass(slots=True)
 class ResidentState:
-    """Moments of one parameter, and an fp32 master if the weights have 16 bits.
+    """Arrays of one parameter, and an fp32 master if the weights have 16 bits.
 
     Attributes:
-        exp_avg, exp_avg_sq: of the parameter's shape, fp32, or fp64 for fp64 weights; if ``form`` is not plain, one row
-            of stored moments per row of the parameter.
+        arrays: of the rule, of the parameter's shape, fp32, or fp64 for fp64 weights; if ``form`` is not plain, one row
+            per row of the parameter.
         step: f32[], number of gradients in the moments; on the parameter's device, as the fused kernel requires, or on
             the host for moments in fewer bytes.
         master: of the parameter's shape, fp32 or fp64; None for fp32 and fp64 weights.
@@ -35,8 +35,7 @@ class ResidentState:
         counter: the parameter's version counter, which other parameters may share.
     """
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    arrays: Sequence[Tensor]
     step: Tensor
     master: Tensor | None
     mark: WriteMark | None = None
@@ -50,14 +49,13 @@ class ResidentState:
         counter = VersionCounter() if counter is None else counter
         mastered, layout = has_master(param), torch.preserve_format
         if form.plain:
-            moments = [torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for _ in range(2)]
+            arrays = [torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format) for _ in form.arrays]
         else:
             layout = torch.contiguous_format  # rows are consecutive, whatever the parameter's layout is
             _, *stored = form.tensors(param.numel() // max(1, form.length))
-            moments = [torch.zeros(shape, dtype=of_moment, device=param.device) for shape, of_moment in stored]
+            arrays = [torch.zeros(shape, dtype=of_array, device=param.device) for shape, of_array in stored]
         return cls(
-            exp_avg=moments[0],
-            exp_avg_sq=moments[1],
+            arrays=arrays,
             step=torch.zeros((), dtype=torch.float32, device=param.device if form.plain else "cpu"),
             master=param.detach().to(dtype, copy=True, memory_format=layout) if mastered else None,
             mark=counter.mark(param) if mastered else None,
@@ -66,7 +64,7 @@ class ResidentState:
         )
 
     def tensors(self) -> list[Tensor]:
-        return [self.exp_avg, self.exp_avg_sq, self.step, *([] if self.master is None else [self.master])]
+        return [*self.arrays, self.step, *([] if self.master is None else [self.master])]
 
     def on_device(self) -> list[Tensor]:
         return [each for each in self.tensors() if each is not self.step or self.form.plain]
@@ -91,18 +89,18 @@ class ResidentState:
                 f"the state of a {param.dtype} parameter must {'not ' if self.master is None else ''}have a master; "
                 "load the state of an optimizer over weights of this dtype"
             )
-        for source in (state.exp_avg, state.exp_avg_sq, state.master):
+        for source in (*state.arrays, state.master):
             if source is not None and source.shape != param.shape:
                 raise ValueError(
                     f"state of shape {list(source.shape)} for a parameter of shape {list(param.shape)}; "
                     "load the state of an optimizer over the same model"
                 )
-        moments = [state.exp_avg, state.exp_avg_sq]
+        arrays = state.arrays
         if not self.form.plain:
-            # Where the checkpoint is: the device may have no room for fp32 moments.
-            rows = (each.float().reshape(len(self.exp_avg), -1) for each in moments)
-            moments = [*self.form.compress(*rows)]
-        loaded = [*moments, state.step, *([] if state.master is None else [state.master])]
+            # Where the checkpoint is: the device may have no room for fp32 arrays.
+            rows = (each.float().reshape(-1, self.form.length) for each in arrays)
+            arrays = self.form.compress(*rows)
+        loaded = [*arrays, state.step, *([] if state.master is None else [state.master])]
         for target, source in zip(self.tensors(), loaded, strict=True):
             target.copy_(source)  # keeps the parameter's memory layout, which the fused kernel requires
         self.mark = None
@@ -113,7 +111,7 @@ Update = tuple[Tensor, Tensor, ResidentState]
 
 
 class ResidentAdam:
-    """Fused multi-tensor AdamW over parameters and their gradients.
+    """Updates of parameters and their gradients, for AdamW in one multi-tensor call.
 
     Attributes:
         states: made with a parameter's first gradient. A parameter without a gradient keeps its step count.
@@ -135,14 +133,12 @@ class ResidentAdam:
             found.content(*state.on_device())
 
     @torch.no_grad()
-    def update(
-        self, params: Sequence[Parameter], grads: Sequence[Tensor], coefficients: StepCoefficients, *, eps: float
-    ) -> None:
+    def update(self, params: Sequence[Parameter], grads: Sequence[Tensor], coefficients: StepCoefficients) -> None:
         for param in params:
             if param not in self.states:
                 self.states[param] = self._new(param)
         states = [self.states[param] for param in params]
-        update_on_device(list(zip(params, grads, states, strict=True)), coefficients, eps=eps)
+        update_on_device(list(zip(params, grads, states, strict=True)), coefficients)
 
     def load(self, param: Parameter, state: ResidentState) -> None:
         like = self._new(param)
@@ -154,22 +150,22 @@ class ResidentAdam:
 
 
 @torch.no_grad()
-def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients, *, eps: float) -> None:
-    """Do one AdamW step for parameters that share coefficients, all on one device. Gradients are not written.
+def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
+    """Do one step for parameters that share coefficients, all on one device. Gradients are not written.
 
-    For fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied by
-    ``coefficients.grad_scale`` before. 16-bit gradients are cast to fp32 first and scaled then.
+    For AdamW and fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied
+    by ``coefficients.grad_scale`` before. 16-bit gradients are cast to fp32 first and scaled then.
     """
 
     for param, _, state in updates:
         if state.master is not None and state.counter.written_since(param, state.mark):
             state.reseed_master(param)
-    _update_rows([update for update in updates if not update[2].form.plain], coefficients, eps)
-    _update_whole([update for update in updates if update[2].form.plain], coefficients, eps)
+    _update_rows([update for update in updates if not update[2].form.plain], coefficients)
+    _update_whole([update for update in updates if update[2].form.plain], coefficients)
     bump_versions([param for param, _, _ in updates], [state.counter for _, _, state in updates])
 
 
-def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
+def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
     if not updates:
         return
     # Operators that write .data do not move the version: ``bump_versions`` does, and counts it.
@@ -177,19 +173,19 @@ def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients, eps:
     rows = []
     for weight, (_, grad, state) in zip(weights, updates, strict=True):
         state.step += 1
-        shape = (len(state.exp_avg), state.form.length)
+        shape = (-1, state.form.length)
         matrix = weight.view(shape)
         master = matrix if state.master is None else state.master.view(shape)
         gradient = grad.detach().contiguous().view(shape)
         step = int(state.step)
-        rows.append(SliceState(matrix, 0, None, gradient, master, state.exp_avg, state.exp_avg_sq, step, state.form))
-    adam_columns_(rows, coefficients, eps=eps)
+        rows.append(SliceState(matrix, 0, None, gradient, master, tuple(state.arrays), step, state.form))
+    update_columns_(rows, coefficients)
     for weight, (param, _, _) in zip(weights, updates, strict=True):
         if not param.is_contiguous():
             param.data.copy_(weight)
 
 
-def _update_whole(updates: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
+def _update_whole(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
 
     def scratch_elements(update: Update) -> int:
         param, grad, _ = update
@@ -198,25 +194,24 @@ def _update_whole(updates: Sequence[Update], coefficients: StepCoefficients, eps
     for dtype in dict.fromkeys(param.dtype for param, _, _ in updates):
         same_dtype = [update for update in updates if update[0].dtype == dtype]
         for batch in bounded_batches(same_dtype, [*map(scratch_elements, same_dtype)], _SCRATCH_ELEMENTS):
-            _update(batch, coefficients, eps)
+            _update(batch, coefficients)
 
 
-def _update(batch: Sequence[Update], coefficients: StepCoefficients, eps: float) -> None:
+def _update(batch: Sequence[Update], coefficients: StepCoefficients) -> None:
     states = [state for _, _, state in batch]
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
     if coefficients.grad_scale.value != 1.0:
         grads = list(torch._foreach_mul(grads, coefficients.grad_scale.for_fp32()))
     torch._foreach_add_([state.step for state in states], 1.0)
-    fused = [i for i, state in enumerate(states) if weights[i].stride() == state.exp_avg.stride()]
+    by_kernel = coefficients.rule.fused
+    fused = [i for i, state in enumerate(states) if by_kernel and weights[i].stride() == state.arrays[0].stride()]
     if fused:
-        parts = [(weights[i], states[i].exp_avg, states[i].exp_avg_sq, grads[i], states[i].step) for i in fused]
-        fused_adamw_(parts, coefficients, eps)
+        fused_adamw_([(weights[i], *states[i].arrays, grads[i], states[i].step) for i in fused], coefficients)
     for i in sorted(set(range(len(batch))) - set(fused)):
         # The fused kernel runs over memory, not over elements: it cannot update a view with holes or overlaps.
         state, plain = states[i], coefficients._replace(grad_scale=Number.known(1.0))
-        step = int(state.step)
-        rule_p_(weights[i], state.exp_avg, state.exp_avg_sq, [grads[i]], [plain], step=step, eps=eps)
+        update_window_((weights[i], *state.arrays), [grads[i]], [plain], step=int(state.step))
     cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]
     if cast:
         torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])

@@ -230,7 +230,7 @@ def _columns(values: Tensor, groups: int, padding: float) -> Tensor:
 
 
 class SliceState(NamedTuple):
-    """The selected slices of one parameter, for ``column_ops.adam_columns_``.
+    """The selected slices of one parameter, for ``column_ops.update_columns_``.
 
     Attributes:
         matrix: [rows, columns], fp32, bf16 or fp16; only its selected slices are written, none is read. It may be
@@ -238,7 +238,7 @@ class SliceState(NamedTuple):
         selection: None: all slices, in their order.
         gradient: [k, length], contiguous, of any floating dtype; not written.
         master: f32[k, length], contiguous, updated in place.
-        exp_avg, exp_avg_sq: rows of moments, contiguous, as ``form`` stores them; updated in place.
+        arrays: of the rule, contiguous, as ``form`` stores them; updated in place.
         step: number of gradients in the moments, this one included.
     """
 
@@ -247,16 +247,15 @@ class SliceState(NamedTuple):
     selection: Selection | None
     gradient: Tensor
     master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    arrays: tuple[Tensor, ...]
     step: int
     form: StateForm = PLAIN
 
     def pieces(self, elements: int) -> list[SliceState]:
         """Cut the state into rows of ``elements`` elements together, or of one slice if that is longer."""
         most = max(1, elements // max(1, self.gradient.shape[1]))
-        parts = (torch.split(each, most) for each in (self.gradient, self.master, self.exp_avg, self.exp_avg_sq))
+        parts = (torch.split(each, most) for each in (self.gradient, self.master, *self.arrays))
         return [
-            self._replace(gradient=gradient, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-            for gradient, master, exp_avg, exp_avg_sq in zip(*parts, strict=True)
+            self._replace(gradient=gradient, master=master, arrays=tuple(arrays))
+            for gradient, master, *arrays in zip(*parts, strict=True)
         ]

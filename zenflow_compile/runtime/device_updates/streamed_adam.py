@@ -32,8 +32,8 @@ from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import StateForm
 
-CoefficientsOf = Callable[[int], tuple[StepCoefficients, float]]
-"""Returns a parameter's current coefficients and eps, by its index."""
+CoefficientsOf = Callable[[int], StepCoefficients]
+"""Returns a parameter's current coefficients, by its index."""
 
 
 class WriteBack(NamedTuple):
@@ -91,7 +91,8 @@ class StreamedParam:
             size = math.prod(shape)
             words = -(-size * dtype.itemsize // FP32_BYTES)
             parts.append(memory[first : first + words].view(dtype)[:size].view(shape))
-        return replace(self.state, exp_avg=parts[0], exp_avg_sq=parts[1], master=parts[2] if len(parts) > 2 else None)
+        count = len(self.plan.rule.arrays)
+        return replace(self.state, arrays=parts[:count], master=parts[count] if len(parts) > count else None)
 
 
 @dataclass(slots=True)
@@ -164,11 +165,11 @@ class StreamedAdam:
             params, first = [], 0
             for plan, param in together:
                 sizes = [_aligned_elements(tensor) for tensor in _state_tensors(plan)]
-                offsets = tuple(first + before for before in accumulate(sizes[:-1], initial=0))
+                offsets = tuple(first + before for before in [*accumulate(sizes, initial=0)][:-1])
                 first += sum(sizes)
                 form = StateForm.of_whole(plan)
                 step = torch.zeros((), dtype=torch.float32, device=self._device if form.plain else "cpu")
-                state = ResidentState(host, host, step, None, form=form)  # tensors are replaced by views below
+                state = ResidentState((), step, None, form=form)  # its tensors are the views below
                 made = StreamedParam(plan, param, state, offsets)
                 made.state = made.state_in(host)
                 params.append(made)
@@ -218,7 +219,7 @@ class StreamedAdam:
             self._load(self._expected[: len(self.buffers)])
 
     def update(self, coefficients_of: CoefficientsOf) -> None:
-        """Do one AdamW step on every parameter that has a gradient, subgroup by subgroup.
+        """Do one step on every parameter that has a gradient, subgroup by subgroup.
 
         Raises CopyError if the copy of a subgroup's state failed.
         """
@@ -268,14 +269,14 @@ class StreamedAdam:
         buffer, ticket = self.loaded.pop(subgroup.number)
         with self._recorder.stall(not ticket.done(), param=subgroup.name):
             ticket.wait_on_device()
-        together: dict[tuple[StepCoefficients, float], list[Update]] = {}
+        together: dict[StepCoefficients, list[Update]] = {}
         states = subgroup.states_in(buffer)
         for each, state in zip(subgroup.params, states, strict=True):
             if (grad := each.gradient()) is not None:
                 together.setdefault(coefficients_of(each.plan.index), []).append((each.weight, grad, state))
                 each.ever_updated = True
-        for (coefficients, eps), updates in together.items():
-            update_on_device(updates, coefficients, eps=eps)
+        for coefficients, updates in together.items():
+            update_on_device(updates, coefficients)
         for each, state in zip(subgroup.params, states, strict=True):
             each.state.mark = state.mark
         self._write_backs += 1
@@ -351,10 +352,12 @@ _TensorOfState = tuple[tuple[int, ...], torch.dtype]
 
 
 def _state_tensors(plan: ParamPlan) -> list[_TensorOfState]:
-    """Shapes and dtypes of a parameter's state, without ``step``: moments, and a master unless the weights are fp32."""
+    """Shapes and dtypes of a parameter's state, without ``step``: arrays, and a master unless the weights are fp32."""
     form, rows = StateForm.of_whole(plan), plan.whole_rows[0]
-    moments: list[_TensorOfState] = [(plan.shape, torch.float32)] * 2 if form.plain else [*form.tensors(rows)[1:]]
-    return moments if plan.dtype == torch.float32 else [*moments, (plan.shape, torch.float32)]
+    arrays: list[_TensorOfState] = [*form.tensors(rows)[1:]]
+    if form.plain:
+        arrays = [(plan.shape, torch.float32) for _ in arrays]
+    return arrays if plan.dtype == torch.float32 else [*arrays, (plan.shape, torch.float32)]
 
 
 def _aligned_elements(tensor: _TensorOfState) -> int:

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zenflow_compile.planning.plan import QUANTIZATION_BLOCK
-from zenflow_compile.runtime.adam_rule import StepCoefficients, window_coefficients
+from zenflow_compile.runtime.adam_rule import StepCoefficients, window_numbers
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState, row_major
 
@@ -457,19 +457,19 @@ def _place_slices(matrix: Tensor, dim: int, selection: Selection, first_in: Tens
     )  # fmt: skip
 
 
-def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: float) -> None:
+def adam_columns_(state: SliceState, coefficients: StepCoefficients) -> None:
     """Of one parameter. Raises ValueError if state or gradient have another layout, shape or dtype than the form."""
     matrix, dim = row_major(state.matrix, state.dim)
     slices = matrix.shape[dim] if state.selection is None else state.selection.selected.numel()
     shape = (slices, matrix.shape[1 - dim])
     _check("gradient", state.gradient, shape, state.gradient.dtype)
-    stored = (state.master, state.exp_avg, state.exp_avg_sq)
+    stored = (state.master, *state.arrays)
     expected = replace(state.form, length=shape[1]).tensors(slices)
     for name, tensor, (of_tensor, dtype) in zip(("master", "exp_avg", "exp_avg_sq"), stored, expected, strict=True):
         _check(name, tensor, of_tensor, dtype)
     if not state.gradient.numel():
         return
-    window, scale = window_coefficients([coefficients], state.step), coefficients.grad_scale.for_kernels()
+    numbers, scale = window_numbers([coefficients], state.step), coefficients.grad_scale.for_kernels()
     # A state of few rows, such as that of a part of a parameter, has long tiles.
     block_slices = min(_BLOCK_STATE_SLICES, triton.next_power_of_2(slices))
     block_length = _BLOCK_STATE_ELEMENTS // block_slices
@@ -477,10 +477,9 @@ def adam_columns_(state: SliceState, coefficients: StepCoefficients, *, eps: flo
         _adam_columns_kernel, triton.cdiv(shape[1], block_length) * triton.cdiv(slices, block_slices),
         matrix, *matrix.stride(), state.master if state.selection is None else state.selection.selected,
         state.gradient, *stored, *shape,
-        scale, 1.0 - coefficients.beta1, coefficients.beta2, 1.0 - coefficients.beta2,
-        window.decay, window.step_size, window.bias_correction2_sqrt, eps, state.step,
+        scale, *numbers.of_gradient[0][1:], *numbers.of_window, state.step,
         SCALE_ON_DEVICE=_on_device(scale), MOMENTS=_MOMENTS[state.form.moments],
-        ALIGNED=math.gcd(16, shape[1], state.form.blocks, state.exp_avg.data_ptr(), state.exp_avg_sq.data_ptr()),
+        ALIGNED=math.gcd(16, shape[1], state.form.blocks, *(each.data_ptr() for each in state.arrays)),
         ALL=state.selection is None, DIM=dim, BLOCK_SLICES=block_slices, BLOCK_LENGTH=block_length,
         enable_fp_fusion=False,
     )  # fmt: skip

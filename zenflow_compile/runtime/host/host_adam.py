@@ -1,7 +1,7 @@
 """Rule P on the host, without the GIL: a vectorized loop in C++, see ``zenflow_compile/native``.
 
 Moments through every stored gradient, decay, update and cast are one pass: every state is read and written once,
-whatever the number of gradients. It computes the same as :func:`zenflow_compile.runtime.adam_rule.rule_p_`.
+whatever the number of gradients. It computes the same as :func:`zenflow_compile.runtime.adam_rule.update_window_`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from zenflow_compile.native.build import BuildError
 from zenflow_compile.native.library import DTYPES, LateScale, Step, UpdateWindow, library, rule_address
 from zenflow_compile.native.storage_reads import storage_reads
 from zenflow_compile.planning.plan import FP32_BYTES
-from zenflow_compile.rules.adamw import ADAMW
-from zenflow_compile.runtime.adam_rule import StepCoefficients, rule_p_, window_coefficients
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_, window_numbers
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
 from zenflow_compile.torch_internals import torch_private
 
@@ -41,10 +40,9 @@ class WindowUpdate:
     """The gradients of one update window, and the host state that they update.
 
     Attributes:
-        state: master, exp_avg and exp_avg_sq on the CPU, contiguous: f32[n], or as ``form`` stores them.
+        state: master and arrays on the CPU, contiguous: f32[n], or as ``form`` stores them.
         out: [n] in the weights' dtype; takes the new master.
         step: gradients in the moments after this window.
-        eps: of Adam, outside the root.
         form: of the state.
         weights: [n], the weights that complete split masters. They may be ``out``.
     """
@@ -54,7 +52,6 @@ class WindowUpdate:
     gradients: Sequence[Tensor]
     coefficients: Sequence[StepCoefficients]
     step: int
-    eps: float
     form: StateForm = PLAIN
     weights: Tensor | None = None
 
@@ -75,8 +72,8 @@ def check_native_code() -> None:
         coefficients = [StepCoefficients.known(1e-2, 0.9, 0.99, 0.1, scale) for scale in (0.5, 2.0)]
         made, expected = ([start.clone(), start * 0.1, start.square()] for _ in range(2))
         out, gradients = start.bfloat16(), [start.sin().bfloat16(), start.cos().bfloat16()]
-        kernel(WindowUpdate(made, out, gradients, coefficients, 2, 1e-8), slice(0, _TESTED_ELEMENTS))
-        rule_p_(expected[0], expected[1], expected[2], gradients, coefficients, step=2, eps=1e-8)
+        kernel(WindowUpdate(made, out, gradients, coefficients, 2), slice(0, _TESTED_ELEMENTS))
+        update_window_(expected, gradients, coefficients, step=2)
         right = all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(made, expected, strict=True))
         right = right and torch.equal(out, made[0].bfloat16())
     if not right:
@@ -84,6 +81,9 @@ def check_native_code() -> None:
 
 
 _TESTED_ELEMENTS = 203  # whole vectors, and a partial one
+
+
+_UPDATE = ctypes.CFUNCTYPE(None, ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)
 
 
 class HostAdam:
@@ -113,8 +113,7 @@ class HostAdam:
         self.gradient_dtype = gradient_dtype
         self.out_dtype = out_dtype
         self.max_gradients = max_gradients
-        self._address = rule_address(ADAMW)
-        self._run = ctypes.CFUNCTYPE(None, ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)(self._address)
+        self._run = _UPDATE
 
     def __call__(self, update: WindowUpdate, part: slice) -> None:
         """Apply rule P in place to the elements ``part``. Threads may do so at the same time on disjoint parts.
@@ -128,10 +127,10 @@ class HostAdam:
         Raises: see ``window``.
         """
         window = self.window(update)
-        steps, _ = put_numbers(window, update.coefficients, step=update.step, eps=update.eps)
+        steps, _ = put_numbers(window, update.coefficients, step=update.step)
         for step, own in zip(steps, update.coefficients, strict=True):
             step.grad_scale = float(own.grad_scale)
-        self._run(window, part.start, part.stop)
+        self._run(window.update)(window, part.start, part.stop)
 
     def window(self, update: WindowUpdate) -> UpdateWindow:
         """The addresses of ``update``; it keeps none of its tensors alive. ``put_numbers`` adds the rest.
@@ -144,7 +143,7 @@ class HostAdam:
         window = UpdateWindow(
             state=update.form.describe(update.state, update.weights),
             out=update.out.data_ptr(),
-            update=self._address,
+            update=rule_address(update.coefficients[0].rule),
             count=count,
             gradient_dtype=DTYPES[self.gradient_dtype],
             out_dtype=DTYPES[self.out_dtype],
@@ -156,21 +155,21 @@ class HostAdam:
 
 
 def put_numbers(
-    window: UpdateWindow, coefficients: Sequence[StepCoefficients], *, step: int, eps: float
+    window: UpdateWindow, coefficients: Sequence[StepCoefficients], *, step: int
 ) -> tuple[ctypes.Array[Step], list[LateScale]]:
     """Put all numbers but late ones into ``window``. Returns the steps, and the scales that are to be written there."""
     late: list[LateScale] = []
     # Each number is computed in double precision, and rounded to fp32 where it is stored.
-    steps = (Step * len(coefficients))()
+    steps, numbers = (Step * len(coefficients))(), window_numbers(coefficients, step)
     for number, (own, to) in enumerate(zip(coefficients, steps, strict=True)):
-        to.numbers = type(to.numbers)(*own.of_gradient)
+        to.numbers = type(to.numbers)(*numbers.of_gradient[number])
         scale = own.grad_scale
         to.grad_scale = scale.value
         if scale.cells:
             cells = (ctypes.c_void_p * len(scale.cells))(*(cell.data_ptr() for cell in scale.cells))
             late.append(LateScale(cells, len(cells), number, scale.factor))
     window.steps, window.random = steps, step
-    window.numbers = type(window.numbers)(*window_coefficients(coefficients, step).of_window(eps))
+    window.numbers = type(window.numbers)(*numbers.of_window)
     return steps, late
 
 
@@ -186,7 +185,7 @@ def _check(update: WindowUpdate, kernel: HostAdam) -> None:
     form = update.form
     if (update.weights is None) == form.split:
         raise ValueError(f"split masters need weights, and other masters take none; this state is {form}")
-    names = ("master", "exp_avg", "exp_avg_sq")
+    names = ("master", *(array.name for array in form.arrays))
     of_state = zip(names, update.state, form.dtypes, form.row_elements, strict=True)
     flat = [(name, tensor, dtype, numel // form.length * elements) for name, tensor, dtype, elements in of_state]
     flat.append(("out", update.out, kernel.out_dtype, numel))

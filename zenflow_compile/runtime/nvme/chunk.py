@@ -134,7 +134,7 @@ def state_in(memory: Tensor, plan: ParamPlan) -> State:
         end = begin + shape[0] * shape[1] * dtype.itemsize
         tensors.append(memory[begin:end].view(dtype).view(shape))
         begin += carved_bytes([(shape, dtype)])
-    return State(*tensors)
+    return State(tensors)
 
 
 def weight_chunk_bytes(plan: ParamPlan) -> int:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan, host_bytes_of
 from zenflow_compile.planning.planners import ParamSpec, extend_plan
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of
@@ -39,6 +40,7 @@ def checked_plan(
     params: Sequence[Tensor],
     new: Sequence[tuple[str, Parameter]],
     options: Options,
+    rule: Rule,
     *,
     allocated: int = 0,
     freed: int = 0,
@@ -63,7 +65,7 @@ def checked_plan(
             another one.
     """
     exchange_bytes = plan.exchange_bytes
-    plan = extend_plan(plan, specs_of(new), options)
+    plan = extend_plan(plan, specs_of(new, rule), options)
     refuse_overlap(plan.params, params)
     needed = host_bytes_of(plan.params[allocated:])
     if exchanges:
@@ -75,9 +77,10 @@ def checked_plan(
     return plan
 
 
-def specs_of(named: Sequence[tuple[str, Parameter]]) -> list[ParamSpec]:
+def specs_of(named: Sequence[tuple[str, Parameter]], rule: Rule) -> list[ParamSpec]:
+    """What planning reads of parameters that ``rule`` updates."""
     return [
-        ParamSpec(name, planned_shape(p), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p))
+        ParamSpec(name, planned_shape(p), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p), rule=rule)
         for name, p in named
     ]
 

@@ -35,8 +35,7 @@ class DeviceState:
     """State of the selected slices, a row each, the current selection and the scores.
 
     Attributes:
-        master: f32[k, length].
-        exp_avg, exp_avg_sq: moments, as ``form`` stores them.
+        state: f32[k, length] masters, and the arrays as ``form`` stores them.
         gradient: ``[k, length]`` in the model's dtype, the selected slices of the gradient until the optimizer step.
         norms: f32[slices], squared norms of that gradient's slices.
         score: f32[slices], moving average of the squared norms of unscaled gradients; empty if nothing is selected.
@@ -48,9 +47,7 @@ class DeviceState:
     form: StateForm
     selection: Selection
     gradient: Tensor
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    state: State
     norms: Tensor
     score: Tensor
     selects: bool
@@ -61,15 +58,12 @@ class DeviceState:
     def allocate(cls, plan: ParamPlan, device: torch.device) -> DeviceState:
         """Make zeros. The first ``k`` slices are selected until there are gradients: as many of each group as later."""
         form = StateForm.of_selected(plan)
-        state = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in form.tensors(plan.k)]
         return cls(
             plan=plan,
             form=form,
             selection=Selection.of(torch.arange(plan.k, dtype=torch.int32, device="cpu"), plan.slices, device),
             gradient=torch.zeros((plan.k, plan.length), dtype=plan.dtype, device=device),
-            master=state[0],
-            exp_avg=state[1],
-            exp_avg_sq=state[2],
+            state=State(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in form.tensors(plan.k)),
             norms=torch.zeros(plan.slices, dtype=torch.float32, device=device),
             score=torch.zeros(plan.slices if plan.selects else 0, dtype=torch.float32, device=device),
             selects=plan.selects,
@@ -78,13 +72,13 @@ class DeviceState:
     @property
     def nbytes(self) -> int:
         """Device memory, in bytes."""
-        tensors = (self.gradient, self.master, self.exp_avg, self.exp_avg_sq, self.norms, self.score)
+        tensors: list[Tensor] = [self.gradient, *self.state, self.norms, self.score]
         return sum(tensor.nbytes for tensor in tensors) + self.selection.nbytes
 
     def list_memory(self, found: MemoryList, *, has_gradient: bool) -> None:
         """Add the device's memory; ``has_gradient``: ``gradient`` has values that count."""
         (found.content if has_gradient else found.scratch)(self.gradient)
-        found.content(self.master, self.exp_avg, self.exp_avg_sq, self.norms, self.score)
+        found.content(*self.state, self.norms, self.score)
         self.selection.list_memory(found)
 
     def best_slices(self) -> Tensor:
@@ -116,7 +110,7 @@ class DeviceState:
     @property
     def rows(self) -> StateRows:
         """Access to the state in fp32."""
-        return StateRows(self.form, State(self.master, self.exp_avg, self.exp_avg_sq))
+        return StateRows(self.form, self.state)
 
 
 def feed_scores(states: Sequence[DeviceState], unscale: Sequence[Number]) -> None:

@@ -31,7 +31,7 @@ class DeviceUpdated:
     _streamed: StreamedAdam
     _weights: HostWeights
     _group_numbers: Sequence[int]
-    _coefficients_of: Callable[[int, Number], tuple[StepCoefficients, float]]
+    _coefficients_of: Callable[[int, Number], StepCoefficients]
     resident: ResidentAdam = field(default_factory=ResidentAdam)
     _params: dict[int, Parameter] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class DeviceUpdated:
         return present
 
     def update(self) -> None:
-        """Do one AdamW step on the parameters that have a gradient.
+        """Do one step on the parameters that have a gradient.
 
         The resident ones come last: their update overlaps the copies of streamed state (Deep Optimizer States, section
         4.1).
@@ -84,14 +84,14 @@ class DeviceUpdated:
             if (grad := param.grad) is not None and index not in self._streamed.params:
                 by_group.setdefault(self._group_numbers[index], []).append((index, param, grad))
         for members in by_group.values():
-            coefficients, eps = self._coefficients(members[0][0])
+            coefficients = self._coefficients(members[0][0])
             updates = {index: (param, grad) for index, param, grad in members}
             for turn in self._weights.in_turns(list(updates)):
                 params, grads = zip(*(updates[index] for index in turn), strict=True)
                 with self._weights.loaded(turn):
-                    self.resident.update(params, grads, coefficients, eps=eps)
+                    self.resident.update(params, grads, coefficients)
 
-    def _coefficients(self, index: int) -> tuple[StepCoefficients, float]:
+    def _coefficients(self, index: int) -> StepCoefficients:
         return self._coefficients_of(index, Number.known(1.0))
 
     def state(self, index: int) -> ResidentState | None:

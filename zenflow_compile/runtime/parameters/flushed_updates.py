@@ -60,7 +60,7 @@ class FlushedUpdates:
     # 1. Flush.
 
     @annotated("flush", lambda updates, **_: (updates.plan.name,))
-    def flush(self, *, at: int, eps: float, selection: Wanted | None, promptly: bool) -> FlushedWindow | None:
+    def flush(self, *, at: int, selection: Wanted | None, promptly: bool) -> FlushedWindow | None:
         """Flush the update window; the caller submits the job. A window of missing gradients does nothing.
 
         Args:
@@ -78,7 +78,7 @@ class FlushedUpdates:
         if not self.host.flushed and (self.weights.counter.shared or self.weights.counter.exposed):
             self.weights.remember(self.device.selection)
         try:
-            window = self.host.flush_window(at=at, eps=eps, deadline=self.deadline)
+            window = self.host.flush_window(at=at, deadline=self.deadline)
         except BaseException as error:  # the gradients have left the update window, and may have no job
             self.note_half_done(error)
             raise

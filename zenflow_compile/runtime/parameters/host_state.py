@@ -109,13 +109,12 @@ class UpdateWork(Work):
     addresses: WindowAddresses
     coefficients: Sequence[StepCoefficients]
     taken: int
-    eps: float
     bytes_per_element: float
     bounds: Bounds
 
     def describe(self, memory: HostJob) -> object:
         window = UpdateWindow.from_buffer_copy(self.addresses.window)
-        steps, late = put_numbers(window, self.coefficients, step=self.taken, eps=self.eps)
+        steps, late = put_numbers(window, self.coefficients, step=self.taken)
         scales = (LateScale * len(late))(*late)
         memory.kind = UPDATE
         memory.window, memory.steps = ctypes.pointer(window), steps
@@ -207,7 +206,7 @@ class HostState:
         block = (plan.deferred, plan.length)
         form = StateForm.of_deferred(plan)
         unit = CUT_ELEMENTS if form.plain and not plan.compressed else plan.length  # others are cut between slices
-        store = file or InMemory(State(*(arena.take(*each) for each in form.tensors(plan.deferred))))
+        store = file or InMemory(State(arena.take(*each) for each in form.tensors(plan.deferred)))
         return cls(
             plan=plan,
             form=form,
@@ -296,7 +295,7 @@ class HostState:
             copy.wait()
         return index, self.gradients[index]
 
-    def flush_window(self, *, at: int, eps: float, deadline: int) -> FlushedWindow:
+    def flush_window(self, *, at: int, deadline: int) -> FlushedWindow:
         """Flush the update window, which must hold a gradient, in step ``at``, from 0. The job is not submitted yet."""
         buffers, self.open = self.open, []
         self.taken += len(buffers)
@@ -320,8 +319,8 @@ class HostState:
             self._bounds = bounds_of(self.ranges)
         if (touched := self.touched.get(len(buffers))) is None:
             touched = self.touched[len(buffers)] = touched_bytes(self.plan, len(buffers))
-        addresses = self._addresses_of(buffers, weights, upload.content(), eps)
-        update = UpdateWork(addresses, coefficients, self.taken, eps, touched, self._bounds)
+        addresses = self._addresses_of(buffers, weights, upload.content())
+        update = UpdateWork(addresses, coefficients, self.taken, touched, self._bounds)
         job = Job(
             update, inputs, needs.after, self.pool, behind=needs.behind,
             deadline=deadline, step=at, param=self.plan.name, flag=None if self.flags is None else self.next_flag(),
@@ -349,7 +348,7 @@ class HostState:
         return deadline, Waits((*after, *needs.after), needs.behind)
 
     def _addresses_of(
-        self, buffers: Sequence[GradientBuffer], weights: Tensor | None, upload: Tensor, eps: float
+        self, buffers: Sequence[GradientBuffer], weights: Tensor | None, upload: Tensor
     ) -> WindowAddresses:
         of_weights = 0 if weights is None else weights.data_ptr()
         places = (of_weights, upload.data_ptr(), *[buffer.index for buffer in buffers])
@@ -359,7 +358,7 @@ class HostState:
             blocks = [block.view(-1) for block in (*self.state(), upload)]
             flat = gradients if self.plan.compressed else [each.view(-1) for each in gradients]
             source = None if weights is None else weights.view(-1)
-            owner = WindowUpdate(blocks[:3], blocks[3], flat, coefficients, self.taken, eps, self.form, source)
+            owner = WindowUpdate(blocks[:-1], blocks[-1], flat, coefficients, self.taken, self.form, source)
             addresses = WindowAddresses(self.kernel.window(owner), owner)
             if not self.plan.in_file:  # else the state is elsewhere the next time
                 self._addresses[places] = addresses

@@ -227,7 +227,7 @@ class HostValues:
                 device, exchange = self._states.device, transport.exchange
                 if exchange.overlaps and exchange.moves(device):
                     exchange.finish()  # masters of slices that were selected last are on their way
-                selected = device.master.to(self.plan.dtype)
+                selected = device.state[0].to(self.plan.dtype)
                 column_ops.unsplit_columns(matrix, self.plan.dim, device.selection, selected, buffer.tensor)
         # The device may not have read it yet: the next copy into the buffer waits for the stream that is current here.
         buffer.in_use = False
@@ -310,7 +310,7 @@ class HostValues:
         assert host.applied_upload is not None
         whole = torch.empty(self.plan.shape, dtype=self.plan.dtype, device="cpu")
         read = self._transport.device_memory.read
-        selected = self._device.to_host(read(device.master).to(self.plan.dtype), "weight")
+        selected = self._device.to_host(read(device.state[0]).to(self.plan.dtype), "weight")
         with host.applied_upload.acquire() as deferred:
             parts = (device.selection.selected, selected), (device.selection.deferred, deferred)
             for slices, values in parts:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import empty_plan
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
@@ -34,7 +35,7 @@ from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
 from zenflow_compile.runtime.parameters.host_weights import HostWeights, WeightRoom
 from zenflow_compile.runtime.parameters.moved_weights import take_host_values
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
-from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_eps, check_groups, values_of
+from zenflow_compile.runtime.parameters.param_groups import GroupNumbers, check_groups, values_of
 from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight, UnseenWrites
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
@@ -49,6 +50,8 @@ class ParamRegistry:
         params: all parameters, in the plan's order; of sharded ones the part that this rank has.
         given: the same, as the optimizer and the model have them.
         groups: the optimizer's ``param_groups``.
+        rule: that updates all of them.
+        numbers: of the groups, at the last check.
         group_numbers: index of each parameter's group, in the plan's order.
         unseen_writes: notices writes to the others that move no version.
         gradients: shared by the offloaded parameters.
@@ -58,6 +61,7 @@ class ParamRegistry:
         self,
         groups: list[dict[str, Any]],
         options: Options,
+        rule: Rule,
         device: torch.device,
         recorder: Recorder,
         engine: weakref.ref[Any],
@@ -66,6 +70,7 @@ class ParamRegistry:
         ranks: RankGroup | None = None,
     ) -> None:
         self.plan = empty_plan(options) if ranks is None else ranks.divided(empty_plan(options))
+        self.rule = rule
         self.params: list[Parameter] = []
         self.given: list[Parameter] = []
         self.counters: list[VersionCounter] = []
@@ -89,7 +94,7 @@ class ParamRegistry:
         self._index_of: dict[int, int] = {}
         self._shards: list[LocalShard] = []
         self._checked_values: list[object] | None = None  # of param groups, at the last check
-        self._numbers: list[GroupNumbers] = []  # of param groups, at the last check
+        self.numbers: list[GroupNumbers] = []  # of param groups, at the last check
         self._layouts: list[tuple[torch.dtype, torch.Size, torch.device]] = []
 
     # Parameters.
@@ -168,6 +173,7 @@ class ParamRegistry:
             [*self.params, *(param for _, param in named)],
             named,
             self._options,
+            self.rule,
             allocated=len(self.params),
             freed=freed,
             caches=CacheBytes(*(0 if each is None else each.nbytes for each in self.transport.caches)),
@@ -190,18 +196,9 @@ class ParamRegistry:
 
     # Param groups.
 
-    def coefficients(self, index: int, grad_scale: Number) -> tuple[StepCoefficients, float]:
-        """The coefficients of parameter ``index``, and its eps, as ``check_groups`` found them."""
-        numbers = self._numbers[self.group_numbers[index]]
-        return numbers.coefficients(grad_scale), numbers.eps
-
-    def eps(self, index: int) -> float:
-        """The eps of parameter ``index``, for gradients whose other coefficients are in an update window.
-
-        Raises:
-            ValueError, TypeError: no step can use its value.
-        """
-        return check_eps(self.groups[self.group_numbers[index]]["eps"])
+    def coefficients(self, index: int, grad_scale: Number) -> StepCoefficients:
+        """The coefficients of parameter ``index``, as ``check_groups`` found them."""
+        return self.numbers[self.group_numbers[index]].coefficients(grad_scale, self.rule)
 
     def check_groups(self) -> None:
         """Check the current values of the param groups, and use them from here on.
@@ -209,10 +206,10 @@ class ParamRegistry:
         Raises:
             ValueError, TypeError: no step can use a value; the message has the group's number.
         """
-        values = values_of(self.groups)
+        values = values_of(self.groups, self.rule)
         known = self._checked_values
         if values is None or known is None or len(values) != len(known) or not all(map(operator.is_, values, known)):
-            self._numbers = check_groups(self.groups)
+            self.numbers = check_groups(self.groups, self.rule)
             self._checked_values = values
 
     # Storage.

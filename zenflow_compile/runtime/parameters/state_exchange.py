@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.native.library import DTYPES, EXCHANGE, Exchange, HostJob, Record
-from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, STATE_TENSORS
+from zenflow_compile.planning.plan import EXCHANGE_BUFFERS, FP32_BYTES, ParamPlan
 from zenflow_compile.runtime.device.copy_lanes import CopyError, CopyLane, Ticket
 from zenflow_compile.runtime.device.device import Device
 from zenflow_compile.runtime.device.devices import device_of
@@ -78,7 +78,7 @@ class ExchangeWork(Work):
     def touched_bytes(self, task: int, record: Record) -> int:
         """Both places of a row are read and written."""
         rows: int = record.rows
-        per_element = 2 * (sum(each.itemsize for each in self.state) + STATE_TENSORS * FP32_BYTES)
+        per_element = 2 * (sum(each.itemsize for each in self.state) + len(self.blocks) * FP32_BYTES)
         if self.weights is not None:
             per_element += self.weights.itemsize
         return rows * self.blocks[0].shape[1] * per_element
@@ -266,7 +266,7 @@ class StateExchange:
             self._finish_oldest()
         in_use = [chunk.buffer for chunk in self._in_flight]
         buffer = next(buffer for buffer in self._buffers if all(buffer is not each for each in in_use))
-        blocks, of_host = _views(buffer.on_device, len(rows), device.plan.length)
+        blocks, of_host = _views(buffer.on_device, len(rows), device.plan)
         if device.form.plain:
             for state, block in zip(device.rows.stored, blocks, strict=True):
                 torch.index_select(state, 0, rows, out=block)  # without temporaries
@@ -279,7 +279,7 @@ class StateExchange:
         copied = self._to_host.submit(
             buffer.on_host[:used], buffer.on_device[:used], step=self._recorder.step, param=name, kind="state"
         )
-        blocks, of_host = _views(buffer.on_host, len(rows), device.plan.length)
+        blocks, of_host = _views(buffer.on_host, len(rows), device.plan)
         inputs = [copied]
         if reads is not None and not reads.done():
             inputs.append(reads)  # it may still read rows of the weights, which the job writes
@@ -318,7 +318,7 @@ class StateExchange:
         # It overwrites what the copy to the host reads: that one is an input of the job. If an interrupt loses the
         # ticket, the copy is repeated behind it on the same lane.
         plan = chunk.device.plan
-        used = STATE_TENSORS * len(chunk.rows) * plan.length
+        used = plan.wide_tensors * len(chunk.rows) * plan.length
         target, source = chunk.buffer.on_device[:used], chunk.buffer.on_host[:used]
         chunk.ticket = self._to_device.submit(
             target, source, step=self._recorder.step, param=plan.name, kind="state", after=chunk.job
@@ -350,7 +350,7 @@ class StateExchange:
             job.wait()  # re-raise the job's error if it failed: it is the root cause
             raise
         # An interrupt below is harmless: the chunk stays in flight, and the rows are put in place again.
-        blocks, _ = _views(chunk.buffer.on_device, len(chunk.rows), chunk.device.plan.length)
+        blocks, _ = _views(chunk.buffer.on_device, len(chunk.rows), chunk.device.plan)
         chunk.device.rows.write(blocks, chunk.rows)
         if (streams := self._device.streams) is not None:
             # Hazard: a load in a forward may be the one that needs the state. Its stream may be late, and that of the
@@ -370,8 +370,8 @@ class StateExchange:
         self._in_flight = ()
 
 
-def _views(memory: Tensor, rows: int, length: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """View the first bytes of a half of a buffer as f32[rows, length] for master and moments, and i32[rows]."""
-    elements = STATE_TENSORS * rows * length
-    blocks = memory[:elements].view(STATE_TENSORS, rows, length).unbind()
+def _views(memory: Tensor, rows: int, plan: ParamPlan) -> tuple[tuple[Tensor, ...], Tensor]:
+    """View the first bytes of a half of a buffer as f32[rows, length] for each tensor of the state, and i32[rows]."""
+    elements = plan.wide_tensors * rows * plan.length
+    blocks = memory[:elements].view(plan.wide_tensors, rows, plan.length).unbind()
     return blocks, memory[elements : elements + rows].view(torch.int32)

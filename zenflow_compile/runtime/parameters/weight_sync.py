@@ -151,8 +151,8 @@ class Weights:
         """Whether the weights equal those of ``remember`` or ``expect``: there was no external write."""
         if self._shown is None or not torch.equal(self._on_host(device.selection.deferred), self._shown):
             return False
-        selected = self.of(device.selection.selected).to(device.master.device)
-        return torch.equal(selected, device.master.to(self._plan.dtype))
+        selected = self.of(device.selection.selected).to(device.state.master.device)
+        return torch.equal(selected, device.state.master.to(self._plan.dtype))
 
     def accept(self) -> None:
         """Note that the current weights belong to the state."""
@@ -173,7 +173,7 @@ class Weights:
             self.home.values.detach_from_state(on_device=self.home.loaded)
         differs = False
         if selection.selected.numel():
-            differs = _overwrite(device.master, self.of(selection.selected))
+            differs = _overwrite(device.state.master, self.of(selection.selected))
         if selection.deferred.numel():
             weights = self._on_host(selection.deferred)
             with host.acquire(write=True) as state:

@@ -25,7 +25,7 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: Workers) -> float:
     together larger than the last-level cache, as a model's state is. The first round touches the memory, the second one
     is timed.
     """
-    coefficients = [StepCoefficients.known(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0)] * plan.interval
+    coefficients = [StepCoefficients.known(lr=0.0, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1.0)] * plan.interval
     touched = touched_bytes(plan, len(coefficients))
     of_task = max(1, TASK_ELEMENTS // plan.length)  # slices
     rounds = max(1, math.ceil(_CACHES * last_level_cache_bytes() / (of_task * plan.length * touched * workers.count)))
@@ -38,12 +38,10 @@ def host_rate(kernel: HostAdam, plan: ParamPlan, workers: Workers) -> float:
     out = torch.ones(elements, dtype=plan.dtype, device="cpu")
     shape = (slices, plan.gradient_buffers.shape[1]) if plan.compressed else (elements,)
     gradients = [torch.ones(shape, dtype=plan.gradient_buffers.dtype, device="cpu") for _ in coefficients]
-    update = WindowUpdate(
-        state, out, gradients, coefficients, len(coefficients), 1.0, form, out if form.split else None
-    )
+    update = WindowUpdate(state, out, gradients, coefficients, len(coefficients), form, out if form.split else None)
     addresses = WindowAddresses(kernel.window(update), update)
     bounds = bounds_of([slice(number * elements // tasks, (number + 1) * elements // tasks) for number in range(tasks)])
-    work = UpdateWork(addresses, coefficients, len(coefficients), 1.0, touched, bounds)
+    work = UpdateWork(addresses, coefficients, len(coefficients), touched, bounds)
     workers.start()
     seconds = 0.0
     for _ in range(2):

@@ -28,8 +28,6 @@ from zenflow_compile.runtime.step.one_rank import Gather, OneRank, total_norm
 from zenflow_compile.runtime.step.weight_gather import Changed, WeightGather
 from zenflow_compile.torch_internals import torch_private
 
-_NUMBERS = ("lr", "betas", "eps", "weight_decay", "maximize")
-
 
 class SeveralRanks(OneRank):
     """The calls that all ranks make, whether they divide parameters or have shards of them."""
@@ -138,7 +136,8 @@ class StepMessages:
 
     def _digest_of_groups(self) -> bytes:
         """Return a checksum of learning rates and the like, without tensors: a read of them may wait for the device."""
-        values = [group[name] for group in self._registry.groups for name in _NUMBERS]
+        names = *self._registry.rule.defaults, "maximize"
+        values = [group[name] for group in self._registry.groups for name in names]
         return _digest(repr([value for value in values if not isinstance(value, Tensor)]).encode())
 
 

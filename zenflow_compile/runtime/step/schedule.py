@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.plan import STATE_BYTES, ParamPlan
+from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.number import Number
@@ -217,7 +217,7 @@ class Schedule:
         kept = 1.0 - self._leaving.pop(plan.index, 0.0) / (whole.k * plan.pieces)
         if steps >= least and kept < RESELECT_BELOW:
             paid_bytes = STATE_BUDGET * steps * own.numel * own.dtype.itemsize
-            if swaps := int(paid_bytes / (2 * STATE_BYTES * own.length)):
+            if swaps := int(paid_bytes / (2 * own.wide_tensors * FP32_BYTES * own.length)):
                 return Wanted(device.better_slices(ENTRY_MARGIN, swaps, step), min(swaps, plan.most_swaps))
         if steps + max(plan.interval, LAG) >= least:  # the flush that will know the drift may re-select
             self._drifts[plan.index] = device, device.selection

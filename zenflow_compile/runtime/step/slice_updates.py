@@ -17,11 +17,10 @@ from zenflow_compile.runtime.parameters.registry import ParamRegistry
 
 
 class Member(NamedTuple):
-    """A parameter in an optimizer step: its coefficients, the factor on its gradient among them, and eps."""
+    """A parameter in an optimizer step, and its coefficients, the factor on its gradient among them."""
 
     offloaded: OffloadedParam
     coefficients: StepCoefficients
-    eps: float
 
 
 def members_of(params: Sequence[OffloadedParam], registry: ParamRegistry) -> list[Member]:
@@ -30,23 +29,23 @@ def members_of(params: Sequence[OffloadedParam], registry: ParamRegistry) -> lis
     Equal coefficients are one object.
     """
     members: list[Member] = []
-    groups, known = registry.group_numbers, dict[tuple[int, Number], tuple[StepCoefficients, float]]()
+    groups, known = registry.group_numbers, dict[tuple[int, Number], StepCoefficients]()
     for offloaded in params:
         index = offloaded.plan.index
         grad_scale = (UNSCALED if (record := offloaded.shown.record) is None else record.final).grad_scale
         if (found := known.get((groups[index], grad_scale))) is None:
             found = known[groups[index], grad_scale] = registry.coefficients(index, grad_scale)
-        members.append(Member(offloaded, *found))
+        members.append(Member(offloaded, found))
     return members
 
 
 def update_slices(members: Sequence[Member]) -> None:
-    """Do one AdamW step on the selected slices of ``members``, in place; their scores take the gradients."""
+    """Do one step on the selected slices of ``members``, in place; their scores take the gradients."""
     if not members:
         return
-    together: dict[tuple[StepCoefficients, float], list[SliceState]] = {}
+    together: dict[StepCoefficients, list[SliceState]] = {}
     params = [member.offloaded for member in members]
-    for offloaded, coefficients, eps in members:
+    for offloaded, coefficients in members:
         device, home = offloaded.device, offloaded.weights.home
         device.steps += 1
         selection: Selection | None
@@ -57,10 +56,10 @@ def update_slices(members: Sequence[Member]) -> None:
         else:
             # The masters have the weight of these slices: what is cast goes where the gradient was.
             matrix, dim, selection = device.gradient, 0, None
-        state = device.gradient, device.master, device.exp_avg, device.exp_avg_sq, device.steps, device.form
-        together.setdefault((coefficients, eps), []).append(SliceState(matrix, dim, selection, *state))
-    for (coefficients, eps), states in together.items():
-        column_ops.adam_columns_(states, coefficients, eps=eps)
+        state = device.gradient, device.state[0], device.state[1:], device.steps, device.form
+        together.setdefault(coefficients, []).append(SliceState(matrix, dim, selection, *state))
+    for coefficients, states in together.items():
+        column_ops.update_columns_(states, coefficients)
     # The kernels above write below autograd: a graph that saved the old weights must raise in its backward.
     bump_versions([each.param for each in params], [each.weights.counter for each in params])
     for offloaded in params:

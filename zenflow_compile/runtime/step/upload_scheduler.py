@@ -224,8 +224,7 @@ class UploadScheduler:
                     if offloaded.drop_window():
                         dropped.append(offloaded.plan.name)
                 elif flush:
-                    eps = self._registry.eps(offloaded.plan.index)
-                    window = offloaded.updates.flush(at=now, eps=eps, selection=None, promptly=True)
+                    window = offloaded.updates.flush(at=now, selection=None, promptly=True)
                     if window is not None:
                         self._registry.transport.workers.submit(window.job)
                 offloaded.receive_weights()

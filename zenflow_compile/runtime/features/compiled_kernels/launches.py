@@ -37,14 +37,14 @@ def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[],
     yield partial(triton_kernels.norms_and_split, gradient, dim, selection, device.gradient, deferred)
     # Clipping and loss scales are known to the device alone.
     factors = Number.known(1.0), Number(torch.empty((), dtype=torch.float64, device=_META))
-    rows = device.gradient, device.master, device.exp_avg, device.exp_avg_sq, 2, device.form
+    rows = device.gradient, device.state.master, device.state[1:], 2, device.form
     states = [SliceState(matrix, dim, selection, *rows)]
     if host_weights:  # what is cast goes where the gradient was
         states.append(SliceState(device.gradient, 0, None, *rows))
     for factor in factors:
-        coefficients = StepCoefficients(lr=1.0, beta1=0.9, beta2=0.999, weight_decay=0.0, grad_scale=factor)
+        coefficients = StepCoefficients.known(1.0, 0.9, 0.999, 0.0)._replace(grad_scale=factor)
         for state in states:
-            yield partial(triton_kernels.adam_columns_, state, coefficients, eps=1e-8)
+            yield partial(triton_kernels.adam_columns_, state, coefficients)
     if plan.compressed:
         lost = deferred if plan.dtype == torch.float32 else deferred.bfloat16()
         scales, values = scales_and_values(torch.empty(plan.gradient_buffers.shape, dtype=torch.int8, device=_META))

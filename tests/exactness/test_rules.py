@@ -1,0 +1,345 @@
+"""Every rule is PyTorch's optimizer of that name under each policy, and itself in every form, however it is run."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zenflow_compile as zf
+from zenflow_compile import rules
+from zenflow_compile.rules import Array, Rule
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
+from zenflow_compile.runtime.device.number import Number
+
+OFFLOAD = {"min_offload_size": 1}
+POLICIES: dict[str, dict[str, Any]] = {
+    "resident": {"policy": "resident"},
+    "zero_offload": {"policy": "zero_offload"},
+    "twinflow": {"policy": "twinflow", "ratio": 0.5},
+    "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
+    "zenflow": {"policy": "zenflow", "topk_ratio": 0.25, "device_share": 0.0, "update_interval": 1},
+}
+WINDOWS = POLICIES["zenflow"] | {"update_interval": 4}
+
+
+class LionReference(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 2302.06675, line by line."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                update = (beta1 * average + (1 - beta1) * param.grad).sign()
+                param.sub_(group["lr"] * (update + group["weight_decay"] * param))
+                average.mul_(beta2).add_((1 - beta2) * param.grad)
+
+
+# An eps that noise of the last bit does not multiply: a difference of 1e-8 would count as 1 under a smaller one.
+EPS = {"eps": 1e-4}
+CASES: dict[str, tuple[Rule, type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (rules.AdamW(**EPS), torch.optim.AdamW, EPS),
+    "AdamWAMSGrad": (rules.AdamWAMSGrad(**EPS), torch.optim.AdamW, EPS | {"amsgrad": True}),
+    "Adam": (rules.Adam(weight_decay=0.1, **EPS), torch.optim.Adam, EPS | {"weight_decay": 0.1}),
+    "AMSGrad": (
+        rules.AMSGrad(weight_decay=0.1, **EPS),
+        torch.optim.Adam,
+        EPS | {"weight_decay": 0.1, "amsgrad": True},
+    ),
+    "NAdam": (rules.NAdam(weight_decay=0.1, **EPS), torch.optim.NAdam, EPS | {"weight_decay": 0.1}),
+    "RAdam": (rules.RAdam(weight_decay=0.1, **EPS), torch.optim.RAdam, EPS | {"weight_decay": 0.1}),
+    "Adamax": (rules.Adamax(weight_decay=0.1, **EPS), torch.optim.Adamax, EPS | {"weight_decay": 0.1}),
+    "Adagrad": (
+        rules.Adagrad(lr_decay=0.1, weight_decay=0.1, **EPS),
+        torch.optim.Adagrad,
+        EPS | {"lr_decay": 0.1, "weight_decay": 0.1},
+    ),
+    "RMSprop": (
+        rules.RMSprop(weight_decay=0.1, lr=1e-3, **EPS),
+        torch.optim.RMSprop,
+        EPS | {"lr": 1e-3, "weight_decay": 0.1},
+    ),
+    "MomentumRMSprop": (
+        rules.MomentumRMSprop(momentum=0.8, lr=1e-3, **EPS),
+        torch.optim.RMSprop,
+        EPS | {"lr": 1e-3, "momentum": 0.8},
+    ),
+    "CenteredRMSprop": (
+        rules.CenteredRMSprop(momentum=0.5, lr=1e-3, **EPS),
+        torch.optim.RMSprop,
+        EPS | {"lr": 1e-3, "momentum": 0.5, "centered": True},
+    ),
+    "SGD": (
+        rules.SGD(lr=0.1, dampening=0.1, weight_decay=0.1),
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1},
+    ),
+    "NesterovSGD": (
+        rules.NesterovSGD(lr=0.1, weight_decay=0.1),
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "PlainSGD": (rules.PlainSGD(lr=0.1, weight_decay=0.1), torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "Lion": (
+        rules.Lion(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        LionReference,
+        {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1},
+    ),
+}  # fmt: skip
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def mlp(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 40)).to(dtype)
+
+
+def train(
+    make: Make, *, dtype: torch.dtype = torch.float32, compiled: bool = False, resumed_at: int | None = None
+) -> Tensor:
+    """The weights after 14 steps; ``resumed_at`` goes on in a new model and optimizer from a file."""
+
+    def start(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        run = torch.compile(model, backend="zenflow", options={"inner": "eager"}) if compiled else model
+        return make(model), run
+
+    model = mlp(dtype)
+    optimizer, run = start(model)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(14):
+        if step == resumed_at:
+            file = io.BytesIO()
+            optimizer.synchronize()  # type: ignore[attr-defined]
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+            optimizer.close()  # type: ignore[attr-defined]
+            file.seek(0)
+            weights, state = torch.load(file)
+            model = mlp(dtype)
+            model.load_state_dict(weights)
+            optimizer, run = start(model)
+            optimizer.load_state_dict(state)
+        batch = torch.randn(16, 48, generator=generator).to(dtype)
+        run(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(optimizer, zf.ZenFlow):
+        optimizer.close()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def ours(rule: Rule, **options: Any) -> Make:
+    return lambda model: zf.ZenFlow(model.parameters(), rule, **OFFLOAD, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graphs"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CASES)
+def test_one_gradient_is_pytorch(name: str, policy: str, compiled: bool) -> None:
+    rule, theirs, keywords = CASES[name]
+    expected = train(lambda model: theirs(model.parameters(), **keywords))
+    found = train(ours(rule, **POLICIES[policy]), compiled=compiled)
+    # Rounding alone: RMSprop's first steps divide by small roots.
+    tolerance = 1e-5 if "RMSprop" in name else 1e-6
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    start = torch.cat([param.detach().flatten() for param in mlp(torch.float32).parameters()])
+    assert float((found - start).abs().max()) > 1000 * tolerance / 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_windows_do_not_depend_on_how_they_run(name: str, dtype: torch.dtype) -> None:
+    """To the bit: hooks and graphs, overlap on and off, and a resume in the middle of a window."""
+    rule = CASES[name][0]
+    expected = train(ours(rule, **WINDOWS), dtype=dtype, compiled=True)
+    assert torch.equal(train(ours(rule, **WINDOWS), dtype=dtype), expected)
+    assert torch.equal(train(ours(rule, **WINDOWS, overlap_step=False), dtype=dtype, compiled=True), expected)
+    assert torch.equal(train(ours(rule, **WINDOWS), dtype=dtype, compiled=True, resumed_at=6), expected)
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", CASES)
+def test_state_in_fewer_bytes_resumes(name: str, state_dtype: str) -> None:
+    rule = CASES[name][0]
+    options = WINDOWS | {"state_dtype": state_dtype, "split_master": True}
+    expected = train(ours(rule, **options), dtype=torch.bfloat16, compiled=True)
+    assert torch.equal(train(ours(rule, **options), dtype=torch.bfloat16, compiled=True, resumed_at=6), expected)
+    in_fp32 = train(ours(rule, **WINDOWS), dtype=torch.bfloat16, compiled=True)
+    assert torch.equal(in_fp32, expected) == (not any(array.rounded for array in rule.arrays))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_windows_follow_the_definition(name: str) -> None:
+    """Every slice is deferred: each flush applies the gradients of up to four steps."""
+    rule = CASES[name][0]
+    options = rule.options_of(dict(rule.numbers))
+    weight = nn.Parameter(torch.randn(64, 48, generator=torch.Generator().manual_seed(2)))
+    expected = [weight.detach().clone(), *(torch.zeros(64, 48) for _ in rule.arrays)]
+    windows = WINDOWS | {"topk_ratio": 0.0, "full_warm_up_rounds": 0}
+    optimizer = zf.ZenFlow([weight], rule, **OFFLOAD, **windows)
+    (plan,) = optimizer.engine.plan.params
+    generator, waiting, sizes = torch.Generator().manual_seed(3), [], []
+    for step in range(18):
+        waiting.append(torch.randn(64, 48, generator=generator))
+        weight.grad = waiting[-1].clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 4 == plan.phase or step == 17:
+            own = [StepCoefficients(options, Number.known(1.0), rule)] * len(waiting)
+            update_window_(expected, waiting, own, step=step + 1)
+            sizes.append(len(waiting))
+            waiting = []
+    optimizer.close()
+    assert max(sizes) == 4
+    torch.testing.assert_close(weight.detach(), expected[0], rtol=1e-5, atol=1e-6)
+
+
+# A user's own rule.
+
+
+class SignMomentum(Rule):
+    """Moves by the sign of a momentum (signSGD, arXiv 1802.04434)."""
+
+    defaults: Mapping[str, Any] = {"lr": 1e-3, "momentum": 0.9}  # type: ignore[misc]
+    arrays = (Array("buffer"),)
+    of_gradient = ("momentum",)
+    of_window = ("rate",)
+
+    def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        return (options.momentum,)
+
+    def window_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        return (sum(each.lr for each in options),)
+
+    def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> Any:
+        return (c.momentum * state.buffer + gradient,)
+
+    def apply(self, weight: Any, state: Any, c: Any) -> Any:
+        return weight - c.rate * state.buffer.sign()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rule_of_ones_own(policy: str) -> None:
+    model, reference = mlp(torch.float32), mlp(torch.float32)
+    optimizer = zf.ZenFlow(model.parameters(), SignMomentum(lr=1e-2), **OFFLOAD, **POLICIES[policy])
+    buffers = [torch.zeros_like(param) for param in reference.parameters()]
+    for _ in range(5):
+        batch = torch.randn(16, 48)
+        for each in (model, reference):
+            each(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        with torch.no_grad():
+            for param, buffer in zip(reference.parameters(), buffers, strict=True):
+                buffer.mul_(0.9).add_(param.grad)
+                param.sub_(1e-2 * buffer.sign())
+                param.grad = None
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert set(optimizer.state_dict()["state"][0]) >= {"step", "buffer"}
+    optimizer.close()
+
+
+# Bad input.
+
+
+def test_numbers_of_another_rule_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"Lion has no 'eps'; it has lr, betas, weight_decay"):
+        rules.Lion(eps=1e-8)
+    with pytest.raises(ValueError, match=r"lr=-1.* must be a number in"):
+        rules.Lion(lr=-1.0)
+    with pytest.raises(ValueError, match=r"betas=\(0.9, 1.0\) must be two numbers"):
+        rules.Lion(betas=(0.9, 1.0))
+
+
+def test_something_else_than_a_rule_is_refused() -> None:
+    model = mlp(torch.float32)
+    with pytest.raises(TypeError, match=r"rule=.* must be an instance of a rule, such as zenflow_compile.rules.Lion"):
+        zf.ZenFlow(model.parameters(), rules.Lion)  # type: ignore[arg-type]
+
+
+def test_rule_that_cannot_be_printed_is_refused_before_any_change() -> None:
+    class NotPointwise(SignMomentum):
+        def apply(self, weight: Any, state: Any, c: Any) -> Any:
+            return weight - c.rate * state.buffer / state.buffer.sum()
+
+    model = mlp(torch.float32)
+    with pytest.raises(ValueError, match=r"NotPointwise.apply uses aten.sum.default; a rule may use"):
+        zf.ZenFlow(model.parameters(), NotPointwise())
+    zf.ZenFlowAdamW(model.parameters()).close()  # nothing owns the parameters
+
+
+def test_state_of_another_rule_is_refused() -> None:
+    model = mlp(torch.float32)
+    with zf.ZenFlow(model.parameters(), rules.Lion(), **OFFLOAD) as lion:
+        model(torch.ones(2, 48)).sum().backward()
+        lion.step()
+        state = lion.state_dict()
+    adam = zf.ZenFlow(model.parameters(), rules.Adam(), **OFFLOAD)
+    with pytest.raises(ValueError, match=r"the rule is 'Lion', and this optimizer's 'Adam'; load it into one"):
+        adam.load_state_dict(state)
+    adam.close()
+    adamw = zf.ZenFlowAdamW(model.parameters(), **OFFLOAD)
+    with pytest.raises(ValueError, match=r"the rule is 'Lion', and this optimizer's 'AdamW'"):
+        adamw.load_state_dict(state)
+    adamw.close()
+    of_adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.1).state_dict()
+    adam = zf.ZenFlow(model.parameters(), rules.Adam(), **OFFLOAD)
+    with pytest.raises(ValueError, match=r"decoupled_weight_decay=True is torch.optim.AdamW's"):
+        adam.load_state_dict(of_adamw)
+    adam.close()
+
+
+@pytest.mark.parametrize("name", ["Adam", "RAdam", "Adamax", "Adagrad"])
+def test_states_of_pytorch_load(name: str) -> None:
+    """Those whose state has no more than ours: training goes on as PyTorch's does."""
+    rule, theirs, keywords = CASES[name]
+    model, other = mlp(torch.float32), mlp(torch.float32)
+    optimizer = theirs(model.parameters(), **keywords)
+    batches = torch.randn(6, 16, 48)
+
+    def steps(each: nn.Module, update: torch.optim.Optimizer, some: Tensor) -> None:
+        for batch in some:
+            each(batch).square().mean().backward()
+            update.step()
+            update.zero_grad()
+
+    steps(model, optimizer, batches[:3])
+    other.load_state_dict(model.state_dict())
+    mine = zf.ZenFlow(other.parameters(), rule, **OFFLOAD, **POLICIES["zenflow"])
+    mine.load_state_dict(optimizer.state_dict())
+    steps(model, optimizer, batches[3:])
+    steps(other, mine, batches[3:])
+    mine.close()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+def test_groups_differ_in_the_numbers_of_the_rule() -> None:
+    model, reference = mlp(torch.float32), mlp(torch.float32)
+    groups: list[list[dict[str, Any]]] = [
+        [{"params": [*layers[:2]], "lr": 0.2}, {"params": [*layers[2:]], "momentum": 0.5}]
+        for layers in ([*each.parameters()] for each in (model, reference))
+    ]
+    optimizer = zf.ZenFlow(groups[0], rules.SGD(lr=0.1), **OFFLOAD, **POLICIES["zenflow"])
+    theirs = torch.optim.SGD(groups[1], lr=0.1, momentum=0.9)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, theirs)]
+    for _ in range(4):
+        batch = torch.randn(16, 48)
+        for each, update, scheduler in zip((model, reference), (optimizer, theirs), schedulers, strict=True):
+            each(batch).square().mean().backward()
+            update.step()
+            update.zero_grad()
+            scheduler.step()
+    optimizer.close()
+    for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)

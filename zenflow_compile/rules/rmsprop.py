@@ -1,0 +1,71 @@
+"""RMSprop: Tieleman and Hinton (lecture 6e of Neural Networks for Machine Learning, 2012), as ``torch.optim.RMSprop``.
+
+The centered version divides by an estimate of the standard deviation: Graves (arXiv 1308.0850), equations 38 to 45.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from zenflow_compile.rules.rule import Array, Rule
+
+
+class RMSprop(Rule):
+    """Without momentum. Weight decay is part of the gradient, which sees the weight that the window began with."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-2, "alpha": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+    arrays: ClassVar[tuple[Array, ...]] = (Array("square_avg", nonnegative=True),)
+    window = ("moves",)
+    of_gradient: ClassVar[tuple[str, ...]] = ("alpha", "alpha_rest", "weight_decay", "eps", "lr")
+    of_window = ()
+
+    def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        return options.alpha, 1.0 - options.alpha, options.weight_decay, options.eps, options.lr
+
+    def window_numbers(self, options: Sequence[Any], count: int) -> tuple[float, ...]:
+        return ()
+
+    def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
+        gradient = gradient + c.weight_decay * weight
+        square_avg = c.alpha * state.square_avg + c.alpha_rest * gradient * gradient
+        return square_avg, state.moves + c.lr * gradient / (square_avg.sqrt() + c.eps)
+
+    def apply(self, weight: Any, state: Any, c: Any) -> Any:
+        return weight - state.moves
+
+
+class MomentumRMSprop(RMSprop):
+    """Centered or not, with momentum."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**RMSprop.defaults, "momentum": 0.9}
+    arrays: ClassVar[tuple[Array, ...]] = (Array("momentum_buffer"), *RMSprop.arrays)
+    of_gradient: ClassVar[tuple[str, ...]] = (*RMSprop.of_gradient, "momentum")
+
+    def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        return *super().gradient_numbers(options, count), options.momentum
+
+    def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
+        gradient = gradient + c.weight_decay * weight
+        square_avg = c.alpha * state.square_avg + c.alpha_rest * gradient * gradient
+        momentum = c.momentum * state.momentum_buffer + gradient / (square_avg.sqrt() + c.eps)
+        return momentum, square_avg, state.moves + c.lr * momentum
+
+
+class CenteredRMSprop(MomentumRMSprop):
+    """Centered; without momentum by ``momentum=0``. Rounded averages might have no root, so they are kept in fp32."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**RMSprop.defaults, "momentum": 0.0}
+    arrays: ClassVar[tuple[Array, ...]] = (
+        Array("momentum_buffer"),
+        Array("square_avg", nonnegative=True, rounded=False),
+        Array("grad_avg", rounded=False),
+    )
+
+    def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
+        gradient = gradient + c.weight_decay * weight
+        square_avg = c.alpha * state.square_avg + c.alpha_rest * gradient * gradient
+        grad_avg = c.alpha * state.grad_avg + c.alpha_rest * gradient
+        deviation = (square_avg - grad_avg * grad_avg).sqrt() + c.eps
+        momentum = c.momentum * state.momentum_buffer + gradient / deviation
+        return momentum, square_avg, grad_avg, state.moves + c.lr * momentum
