@@ -251,7 +251,7 @@ def calls_of_step(layers: int, width: int, **options: Any) -> Counter[str]:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     inputs = torch.randn(8, width)
     with CallCounter() as counter:
-        # Another rate for each optimizer: the numbers of a step are computed one time for all parameters with equal ones.
+        # Another rate for each optimizer: the numbers of a step are computed one time for all that are equal.
         optimizer = ZenFlowAdamW(
             model.named_parameters(), lr=1e-3 + 1e-6 * next(_runs), min_offload_size=1, workers=1, **options
         )
