@@ -92,8 +92,8 @@ def test_loop_equals_adamw(compiled: list[str], tmp_path: Path, capsys: pytest.C
     for line in (
         "replaced: AdamW over 4 parameters of 4,192 elements by ZenFlowAdamW",
         "replaced: Adam over 2 parameters of 264 elements by ZenFlowAdamW",
-        "left alone: Adam over 2 parameters of 264 elements: weight_decay=0.1 of Adam is added to the gradient",
-        "left alone: SGD over 2 parameters of 264 elements",
+        "replaced: Adam over 2 parameters of 264 elements by ZenFlow(Adam, ",
+        "replaced: SGD over 2 parameters of 264 elements by ZenFlow(PlainSGD, ",
         "left alone: OwnAdamW over 2 parameters of 264 elements",
         *(["left alone: torch.compile(backend='aot_eager')"] if "aot_eager" in compiled else []),
     ):
@@ -371,7 +371,7 @@ def test_adam_that_gets_a_weight_decay_is_refused(change: str, tmp_path: Path) -
     plain, ours, errors = outputs(tmp_path, code)
     assert not ours
     assert "the program has given a weight decay to a torch.optim.Adam" in errors
-    again = process(*EXACT, "--keep-adam", "folder/program.py", cwd=tmp_path)
+    again = process(*EXACT, "--keep-others", "folder/program.py", cwd=tmp_path)
     assert again.stdout == plain
     assert "left alone: Adam over" in again.stderr
 

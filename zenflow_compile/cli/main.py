@@ -150,7 +150,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     compiler = parser.add_mutually_exclusive_group()
     compiler.add_argument("--compile", action="store_true", help="compile the model of a program that does not")
     compiler.add_argument("--no-compile", action="store_true", help="leave the program's torch.compile alone")
-    parser.add_argument("--keep-adam", action="store_true", help="replace torch.optim.AdamW alone, not Adam")
+    parser.add_argument("--keep-others", action="store_true", help="replace torch.optim.AdamW alone")
     parser.add_argument("--report", action="store_true", help="print zf.profile()'s report at the end")
     parser.add_argument("--live", action="store_true", help="show the last steps while the program trains")
     parser.add_argument("--dry-run", action="store_true", help="say what is replaced, and end at the first step")

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         keywords = _keywords(options)
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
-    program = Program(keywords, say, options.compile, options.no_compile, options.keep_adam)
+    program = Program(keywords, say, options.compile, options.no_compile, options.keep_others)
     with ExitStack() as stack:
         stack.enter_context(_recorded(options, first=say is _say))
         stack.enter_context(_as_the_interpreter(options))

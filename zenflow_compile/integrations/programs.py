@@ -1,13 +1,13 @@
 """Trains programs that know nothing of this package: what ``zenflow-compile run`` replaces while a program runs.
 
 ``torch.optim.AdamW``, and ``torch.optim.Adam`` without weight decay, make a ``ZenFlowAdamW`` with the program's own
-hyperparameters. Where the program compiles with Inductor, ``backend="zenflow"`` does. Trainers get the callbacks that
-flush at the end of training. What is not replaced is named, and is what it would have been.
+hyperparameters, other optimizers of PyTorch a ``ZenFlow`` with their rule. Where the program compiles with Inductor,
+``backend="zenflow"`` does. Trainers get the callbacks that flush at the end of training. What is not replaced is named,
+and is what it would have been.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import types
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zenflow_compile.import_hook import ImportHook
+from zenflow_compile.integrations.pytorch_rules import NAMES, rule_of
 from zenflow_compile.optimizer import ZenFlow, ZenFlowAdamW
 from zenflow_compile.torch_internals import torch_private
 from zenflow_compile.weight_readers import replace_everywhere
@@ -36,8 +38,9 @@ from zenflow_compile.weight_readers import replace_everywhere
 _KEPT = ("lr", "betas", "eps", "weight_decay", "maximize")
 """Keywords of ``torch.optim.AdamW`` and ``Adam`` that a ``ZenFlowAdamW`` takes over."""
 
-_ORIGINALS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}  # not as names, which would be replaced, too
+_ORIGINALS = {name: getattr(torch.optim, name) for name in NAMES}  # not as names, which would be replaced, too
 
+_EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 _LOW = (torch.bfloat16, torch.float16)
 _CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """Inductor's modes with CUDA graphs, which would repeat copies, and those without."""
@@ -52,14 +55,14 @@ class Program:
         say: called with a line as soon as something is known.
         compiles: compile models that the program does not compile.
         keeps_compiler: leave ``torch.compile`` alone.
-        keeps_adam: leave ``torch.optim.Adam`` alone.
+        keeps_others: leave all optimizers but ``torch.optim.AdamW`` alone.
     """
 
     options: Mapping[str, Any]
     say: Callable[[str], None]
     compiles: bool = False
     keeps_compiler: bool = False
-    keeps_adam: bool = False
+    keeps_others: bool = False
     _made: weakref.WeakKeyDictionary[Optimizer, type[Optimizer]] = field(default_factory=weakref.WeakKeyDictionary)
     _undecayed: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     _left: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
@@ -84,8 +87,8 @@ class Program:
                 self.say(f"{line} ({count} times in all)")
         if not self._replaced_any:
             self.say(
-                "nothing was replaced: in this process, no torch.optim.AdamW was made, and no torch.optim.Adam without "
-                'weight decay. Processes that a program forks say theirs; those that it starts by "spawn" import it '
+                "nothing was replaced: in this process, no optimizer of torch.optim was made that has a rule here. "
+                'Processes that a program forks say theirs; those that it starts by "spawn" import it '
                 "anew, without what `run` replaces: start several processes with torchrun -m zenflow_compile run"
             )
 
@@ -108,8 +111,12 @@ class Program:
                 group["params"] = list(group["params"])
         size = _size(groups)
         try:
-            refuse_other_rules(original, given)
-            optimizer = self._ours(groups, {name: given[name] for name in _KEPT})
+            rule = rule_of(original.__name__, given)
+            if rule is None:
+                optimizer: ZenFlow = self._ours(ZenFlowAdamW, groups, {name: given[name] for name in _KEPT})
+            else:
+                optimizer = self._ours(partial(ZenFlow, rule=rule), groups, {"maximize": given["maximize"]})
+                _keep_numbers(optimizer, given)
         except (ValueError, TypeError) as error:
             left = original(*call.args, **call.kwargs)
             self._left.add(left)
@@ -117,22 +124,23 @@ class Program:
             return left
         self._made[optimizer] = original
         self._replaced_any = True
-        if original is _ORIGINALS["Adam"] and not given.get("decoupled_weight_decay"):
+        if rule is None and original is _ORIGINALS["Adam"] and not given.get("decoupled_weight_decay"):
             self._undecayed.add(optimizer)
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         low = any(param.dtype in _LOW for param in _params(groups))
-        masters = ", with fp32 masters, where AdamW would round each step to the weights' 16 bits" if low else ""
-        self.say_once(f"replaced: {original.__name__} over {size} by ZenFlowAdamW({options}){masters}")
+        rounds = f", with fp32 masters, where {original.__name__} would round each step to the weights' 16 bits"
+        by = "ZenFlowAdamW(" if rule is None else f"ZenFlow({type(rule).__name__}, "
+        self.say_once(f"replaced: {original.__name__} over {size} by {by}{options}){rounds if low else ''}")
         return optimizer
 
-    def _ours(self, groups: list[Any], keywords: dict[str, Any]) -> ZenFlowAdamW:
+    def _ours(self, make: Callable[..., ZenFlow], groups: list[Any], keywords: dict[str, Any]) -> ZenFlow:
         before = [dict(group) if isinstance(group, dict) else group for group in groups]
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             sharded = any(torch_private.is_dtensor(param) for param in _params(groups))
             # The program averages gradients by itself, as for any optimizer.
             keywords["process_group"] = None if sharded else False
         try:
-            return ZenFlowAdamW(groups, **keywords, **self.options)
+            return make(groups, **keywords, **self.options)
         except BaseException:
             for group, content in zip(groups, before, strict=True):
                 if isinstance(group, dict):  # optimizers add their defaults to it
@@ -150,7 +158,7 @@ class Program:
             raise RuntimeError(
                 "the program has given a weight decay to a torch.optim.Adam that was made without, and that "
                 "zenflow-compile run has replaced: Adam adds it to the gradient, and AdamW's rule does not. Run with "
-                "--keep-adam, which replaces torch.optim.AdamW alone"
+                "--keep-others, which replaces torch.optim.AdamW alone"
             )
         if optimizer in self._stepped:
             return
@@ -193,21 +201,12 @@ class Program:
         return {**keywords, "backend": backend}
 
 
-def refuse_other_rules(original: type[Optimizer], given: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: the arguments of ``original`` ask for another rule than AdamW's.
-    """
-    groups = [{**given, **group} if isinstance(group, dict) else given for group in given["params"]]
-    for name in ("amsgrad", "capturable", "differentiable"):
-        if any(group.get(name) for group in groups):
-            raise ValueError(f"{name}=True")
-    decoupled = original is _ORIGINALS["AdamW"]
-    for group in groups:
-        if group["weight_decay"] and not group.get("decoupled_weight_decay", decoupled):
-            raise ValueError(
-                f"weight_decay={group['weight_decay']} of Adam is added to the gradient, and that of AdamW is not"
-            )
+def _keep_numbers(optimizer: ZenFlow, given: Mapping[str, Any]) -> None:
+    """Have the numbers of PyTorch's optimizer that the rule lacks in its groups, too, where programs read them."""
+    others = {name: value for name, value in given.items() if name not in ("params", *_EXECUTION)}
+    for values in (optimizer.defaults, *optimizer.param_groups):
+        for name, value in others.items():
+            values.setdefault(name, value)
 
 
 def _params(groups: list[Any]) -> list[Tensor]:
@@ -261,7 +260,7 @@ def served(program: Program) -> Iterator[None]:
     """Have ``program.options`` used by everything that runs in the block; afterwards, nothing is replaced any more."""
     with ExitStack() as undo:
         for name, original in _ORIGINALS.items():
-            if name == "Adam" and program.keeps_adam:
+            if name != "AdamW" and program.keeps_others:
                 continue
             stand_in = _StandIn.of(original, program)
             replace_everywhere(original, stand_in)
@@ -270,9 +269,9 @@ def served(program: Program) -> Iterator[None]:
         if not program.keeps_compiler:
             _replace(undo, torch, "compile", _compiling(torch.compile, program))
         adapters: dict[str, Callable[[ModuleType], None]] = {
-            "transformers.trainer": functools.partial(_adapt_transformers, undo),
-            "accelerate.optimizer": functools.partial(_adapt_accelerate, undo),
-            "lightning.pytorch": functools.partial(_adapt_lightning, undo),
+            "transformers.trainer": partial(_adapt_transformers, undo),
+            "accelerate.optimizer": partial(_adapt_accelerate, undo),
+            "lightning.pytorch": partial(_adapt_lightning, undo),
             "pytorch_lightning": lambda _: program.say_once(
                 "left alone: trainers of pytorch_lightning, which do not flush: pass --total-steps, or import lightning"
             ),
@@ -289,7 +288,7 @@ def _replace(undo: ExitStack, owner: Any, name: str, replacement: Any) -> None:
 
 
 def _compiling(original: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @wraps(original)
     def compile_for(model: Any = None, *, backend: Any = "inductor", **keywords: Any) -> Any:
         return original(model, **program.compiled_with(backend, keywords))
 
@@ -318,7 +317,7 @@ def _adapt_accelerate(undo: ExitStack, module: ModuleType) -> None:
     """Keep Accelerate from moving a copy of the complete state through the device."""
     original = module.AcceleratedOptimizer.__init__
 
-    @functools.wraps(original)
+    @wraps(original)
     def wrap(self: Any, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
         original(self, optimizer, device_placement and not isinstance(optimizer, ZenFlow), scaler)
 
@@ -330,7 +329,7 @@ def _adapt_lightning(undo: ExitStack, module: ModuleType) -> None:
 
     original = module.Trainer.__init__
 
-    @functools.wraps(original)
+    @wraps(original)
     def create(self: Any, *args: Any, **keywords: Any) -> None:
         original(self, *args, **keywords)
         self.callbacks.append(ZenFlowCallback())

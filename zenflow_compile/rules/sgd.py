@@ -54,5 +54,9 @@ class PlainSGD(SGD):
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         return options.weight_decay, options.lr
 
+    def check_switches(self, group: Mapping[str, Any]) -> None:
+        if group.get("momentum"):
+            raise ValueError(f"momentum={group['momentum']!r} must be 0 in PlainSGD; pass the rule SGD, which has one")
+
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         return (state.moves + c.lr * (gradient + c.weight_decay * weight),)

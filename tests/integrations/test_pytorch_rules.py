@@ -1,0 +1,125 @@
+"""Under ``run``, every optimizer of PyTorch that has a rule here is trained by it, or left alone with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zenflow_compile import ZenFlow
+from zenflow_compile.integrations.programs import Program, served
+from zenflow_compile.integrations.pytorch_rules import NAMES
+
+OPTIONS = {"update_interval": 1, "min_offload_size": 1, "device_share": 0}
+REPLACED: list[tuple[str, dict[str, Any], str]] = [
+    ("AdamW", {}, "AdamW"),
+    ("AdamW", {"amsgrad": True}, "AdamWAMSGrad"),
+    ("Adam", {}, "AdamW"),
+    ("Adam", {"weight_decay": 0.1}, "Adam"),
+    ("Adam", {"weight_decay": 0.1, "amsgrad": True}, "AMSGrad"),
+    ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, "AdamW"),
+    ("NAdam", {"weight_decay": 0.1}, "NAdam"),
+    ("RAdam", {}, "RAdam"),
+    ("Adamax", {}, "Adamax"),
+    ("Adagrad", {"lr_decay": 0.1}, "Adagrad"),
+    ("RMSprop", {}, "RMSprop"),
+    ("RMSprop", {"momentum": 0.5}, "MomentumRMSprop"),
+    ("RMSprop", {"centered": True}, "CenteredRMSprop"),
+    ("SGD", {"lr": 0.1}, "PlainSGD"),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "SGD"),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}, "NesterovSGD"),
+]
+EPS = {"eps": 1e-4}
+
+
+def train(name: str, keywords: dict[str, Any], *, schedule: bool = True) -> tuple[Tensor, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 40))
+    optimizer = getattr(torch.optim, name)(model.parameters(), **keywords)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    for _ in range(10):
+        model(torch.randn(16, 40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule:
+            scheduler.step()
+    if isinstance(optimizer, ZenFlow):
+        optimizer.close()
+    return torch.cat([param.detach().flatten() for param in model.parameters()]), optimizer
+
+
+@pytest.mark.parametrize(("name", "keywords", "rule"), REPLACED)
+def test_optimizer_is_replaced(name: str, keywords: dict[str, Any], rule: str) -> None:
+    keywords = keywords if name == "SGD" else EPS | keywords
+    expected, theirs = train(name, keywords)
+    lines: list[str] = []
+    with served(Program(OPTIONS, lines.append)):
+        found, optimizer = train(name, keywords)
+        assert isinstance(optimizer, getattr(torch.optim, name))
+    assert isinstance(optimizer, ZenFlow)
+    assert type(optimizer.rule).__name__ == rule
+    assert lines[0].startswith(f"replaced: {name} over 4 parameters of ")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # What a program reads of a group is there, besides the switches that say how kernels run.
+    kept = set(theirs.param_groups[0]) - {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+    assert kept <= set(optimizer.param_groups[0])
+
+
+def test_all_of_them_are_tried() -> None:
+    assert {name for name, _, _ in REPLACED} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords", "reason"),
+    [
+        ("Adagrad", {"initial_accumulator_value": 0.1}, "initial_accumulator_value above 0: here sums begin at 0"),
+        ("NAdam", {"decoupled_weight_decay": True}, "decoupled_weight_decay=True, and the rule here has its"),
+        ("Rprop", {}, "another rule"),
+    ],
+)
+def test_optimizer_is_left_alone(name: str, keywords: dict[str, Any], reason: str) -> None:
+    lines: list[str] = []
+    with served(Program(OPTIONS, lines.append)):
+        _, optimizer = train(name, keywords)
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert any(line.startswith(f"left alone: {name} over ") and reason in line for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "reason"),
+    [
+        ("AdamW", [{"amsgrad": True}, {}], "groups with and without amsgrad"),
+        ("SGD", [{"momentum": 0.9, "nesterov": True}, {"momentum": 0.9}], "groups with and without nesterov"),
+        ("Adam", [{"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}], "and not of others"),
+    ],
+)
+def test_groups_of_two_rules_are_left_alone(name: str, groups: list[dict[str, Any]], reason: str) -> None:
+    lines: list[str] = []
+    layers = [nn.Linear(8, 8) for _ in groups]
+    given = [{"params": [*layer.parameters()], **group} for layer, group in zip(layers, groups, strict=True)]
+    with served(Program(OPTIONS, lines.append)):
+        optimizer = getattr(torch.optim, name)(given, lr=0.1)
+    assert not isinstance(optimizer, ZenFlow)
+    assert reason in lines[0]
+
+
+def test_momentum_that_comes_later_is_refused() -> None:
+    """By a scheduler, for example: the state has none."""
+    with served(Program(OPTIONS, [].append)):
+        layer = nn.Linear(40, 40)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        layer(torch.ones(2, 40)).sum().backward()
+        with pytest.raises(ValueError, match=r"momentum=0\.\d+ must be 0 in PlainSGD; pass the rule SGD"):
+            optimizer.step()
+        assert scheduler.get_last_lr()
+        optimizer.close()  # type: ignore[attr-defined]
+
+
+def test_others_are_left_alone_if_asked() -> None:
+    with served(Program(OPTIONS, [].append, keeps_others=True)):
+        layer = nn.Linear(8, 8)
+        assert not isinstance(torch.optim.SGD(layer.parameters(), lr=0.1), ZenFlow)
+        assert isinstance(torch.optim.AdamW(layer.parameters()), ZenFlow)
