@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from tests.support.made_up_rules import RULES, OneArray, OneNonnegative
+from zenflow_compile.options.options import Options
+from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.rules.adamw import ADAMW, AdamW
 from zenflow_compile.rules.cpp import printed
 from zenflow_compile.rules.rule import Array, Rule
-from zenflow_compile.rules.tracing import trace
+from zenflow_compile.rules.tracing import OTHER_ENTRIES, trace
+from zenflow_compile.runtime.checkpoint.format import layout
 
 
 class Changed(AdamW):
@@ -77,6 +80,18 @@ def test_other_functions_are_refused(accumulate: Any, message: str) -> None:
         trace(Changed(accumulate))
 
 
+def test_names_of_all_entries_are_reserved() -> None:
+    """A state dict has other entries under them."""
+    options = {"policy": "zenflow", "select_interval": "auto", "update_interval": 3, "topk_ratio": 0.25}
+    spec = ParamSpec("weight", (64, 64), torch.bfloat16)
+    names: set[str] = set()
+    for more in ({}, {"gradient_transfer": "mean"}, {"gradient_transfer": "int8"}, {"staleness": 1}):
+        plan = make_plan([spec], Options.from_keywords(min_offload_size=1, device_share=0.0, **options, **more))
+        names |= set(layout(plan.params[0], adaptive=True))
+    assert {name for name in names if not OTHER_ENTRIES.fullmatch(name)} == {"exp_avg", "exp_avg_sq"}
+    assert {"window1", "scale1", "window_sum", "residual", "shown", "mask"} <= names
+
+
 def test_apply_is_checked_too() -> None:
     with pytest.raises(ValueError, match=r"Changed.apply uses aten.sigmoid.default"):
         trace(Changed(apply=lambda w, s, c: w.sigmoid()))
@@ -93,6 +108,13 @@ def test_apply_is_checked_too() -> None:
         ({"of_gradient": tuple("abcdefghi")}, "has 9 numbers of_gradient"),
         ({"of_window": tuple("abcdefghi")}, "has 9 numbers of_window"),
         ({"arrays": (Array("a", rounded=False), Array("b"))}, "those that may be rounded first"),
+        (
+            {"arrays": (Array("exp avg"), Array("b"))},
+            "called 'exp avg'; it must be a name that Python can read",
+        ),
+        ({"of_window": ("a\n",)}, r"a number called 'a\\n'; it must be a name"),
+        ({"arrays": (Array("a"), Array("a"))}, "has a, a: two of one name"),
+        ({"arrays": (Array("exp_avg"), Array("window3"))}, "an array 'window3', a name of something else in states"),
     ],
 )
 def test_too_large_rules_are_refused(changes: dict[str, Any], message: str) -> None:

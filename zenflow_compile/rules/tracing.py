@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,11 @@ OPERATIONS = {
 }
 """What a rule may compute with: each is exact, or rounded one time, wherever it runs."""
 _ALLOWED = ("+", "-", "*", "/", "abs", "sign", "sqrt", "maximum")
+OTHER_ENTRIES = re.compile(
+    r"step|master|score|mask|selected_at|selecting_ranks|open|coefficients|window_sum|window\d+|scale\d+|residual"
+    r"|visible_at|shown|schedule|plan|chosen|optimizer_step|shortest_window"
+)
+"""Entries of a state dict besides the arrays of the rule: see ``layout`` in runtime/checkpoint/format.py."""
 _ELEMENTS = 3  # of the tensors that are traced
 
 
@@ -76,6 +82,14 @@ def trace(rule: Rule) -> Traced:
     ):
         if count > most:
             raise ValueError(f"{kind} has {count} {what}; a rule has at most {most}: compute with fewer")
+    for name in (*rule.values, *rule.of_gradient, *rule.of_window):
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"{kind} has a number called {name!r}; it must be a name that Python can read: change it")
+    if len({*rule.values}) < len(rule.values):
+        raise ValueError(f"{kind} has {', '.join(rule.values)}: two of one name; change one of them")
+    for array in rule.arrays:
+        if OTHER_ENTRIES.fullmatch(array.name):
+            raise ValueError(f"{kind} has an array {array.name!r}, a name of something else in states; change it")
     if rounded != sorted(rounded, reverse=True):
         raise ValueError(f"{kind}.arrays must have those that may be rounded first; change their order")
 
