@@ -44,7 +44,7 @@ PARTS: Mapping[Any, tuple[str, ...]] = {
         "them stay, {deferred} go to the host",
     ),
     ops.UPDATE_PARAMETERS: (
-        "on the device: AdamW on {k} {unit}, after the last read of the parameter",
+        "on the device: {rule} on {k} {unit}, after the last read of the parameter",
         "on the host: the gradient is final; {when}",
     ),
     ops.FETCH_PARAMETERS_: ("as late as possible: waits for the deferred {unit} just before their first use",),
@@ -105,6 +105,7 @@ def parts(op: Any, param: ParamPlan, ctx: PassContext) -> list[str]:
         "k": param.k,
         "deferred": param.deferred,
         "unit": unit(param),
+        "rule": type(param.rule).__name__,
         "megabytes": f"{param.weight_bytes / 1e6:.3g} MB",
         "when": window(param, adaptive=ctx.plan.adaptive),
     }

@@ -77,6 +77,7 @@ class LazyEngine:
         self._closed = self._taken_over = False
         self._given = self._options = given
         self._rule = rule
+        self._kind = type(optimizer).__name__
         self._updating_in_backward = optimizer._steps_in_backward
         self._backward_ended = backward_ended
         self._lock = threading.RLock()  # first gradients may arrive in several threads at once
@@ -131,11 +132,11 @@ class LazyEngine:
         """
         if self._taken_over:
             raise RuntimeError(
-                "this ZenFlowAdamW has ended: another one, created later, has taken parameters of it over; go on with "
+                f"this {self._kind} has ended: another one, created later, has taken parameters of it over; go on with "
                 "that one, or, to train with both, give each parameter to one of them and create both again"
             )
         if self.is_closed:
-            raise RuntimeError("this ZenFlowAdamW is closed; create a new one and compile the model again")
+            raise RuntimeError(f"this {self._kind} is closed; create a new one and compile the model again")
 
     def add_group(self, engine: Engine | None, params: Sequence[Parameter]) -> None:
         """Claim and plan ``params`` of a group that was added to the optimizer, and to ``engine`` if there is one.

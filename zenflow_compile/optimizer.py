@@ -78,8 +78,8 @@ class ZenFlow(torch.optim.Optimizer):
     Raises:
         ValueError: a value out of range, parameters on different devices, several ranks and no ``process_group``, a
             group that does not hold this rank, or more host memory needed than there is. Nothing has been changed
-            then. Errors that only
-            the first use can find raise there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
+            then. Errors that only the first use can find raise there: ``policy="auto"`` where nothing fits, or an
+            unusable ``nvme_path``.
         TypeError: an unknown option, or a complex or sparse parameter, or one of 8 bits that requires a gradient.
     """
 
@@ -99,6 +99,8 @@ class ZenFlow(torch.optim.Optimizer):
                 f"rule={rule!r} must be an instance of a rule, such as zenflow_compile.rules.Lion(lr=1e-4), and is of "
                 f"type {type(rule).__name__}"
             )
+        if not hasattr(rule, "numbers"):
+            raise TypeError(f"{type(rule).__name__}.__init__ must call super().__init__(**numbers); add the call")
         # Of this name a state of another rule is refused; PyTorch's optimizers have no such number.
         self._set_up(params, rule, {"rule": type(rule).__name__, "maximize": maximize}, process_group, options)
 
@@ -154,7 +156,7 @@ class ZenFlow(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
 
-        The other entries raise when they are used: ``state_dict()`` makes them. To change the moments, change its
+        The other entries raise when they are used: ``state_dict()`` makes them. To change it, change its
         tensors and load it. After a write to any of ``state`` the next ``step()`` raises.
         """
         if not self._lazy_engine.is_closed and not self._state_was_edited:  # else the next step says so
@@ -360,7 +362,6 @@ class ZenFlow(torch.optim.Optimizer):
         unless ``synchronize()`` was called after the write.
 
         Raises:
-            ValueError, TypeError: an eps in ``param_groups`` that no step can use. Nothing has been changed then.
             RuntimeError: a closed optimizer, work in flight that failed, or an earlier step that failed half-way; load
                 a saved state then.
         """
@@ -375,9 +376,9 @@ class ZenFlow(torch.optim.Optimizer):
         Like ``.grad``, gradients that no step has used yet are not part of it.
 
         Returns:
-            ``state`` and ``param_groups``, as ``torch.optim.AdamW`` has them. ``state`` has tensors on the host alone,
-            whose names, shapes and dtypes depend on the parameters and options: ``step``, ``exp_avg``, ``exp_avg_sq``
-            and what else a resume needs.
+            ``state`` and ``param_groups``, as PyTorch's optimizers have them. ``state`` has tensors on the host alone,
+            whose names, shapes and dtypes depend on the parameters and options: ``step``, the arrays of the rule (of
+            AdamW ``exp_avg`` and ``exp_avg_sq``) and what else a resume needs.
 
         Raises:
             ValueError: parameters in ``param_groups`` were changed by hand.
@@ -401,8 +402,8 @@ class ZenFlow(torch.optim.Optimizer):
         weights must be loaded before: other ones are refused here, and later ones by their first use.
 
         Args:
-            state_dict: of a ZenFlowAdamW with the same options, or of a ``torch.optim.AdamW``, whose update windows
-                are empty. Parameters are matched by their order in the param groups, whatever they are called there.
+            state_dict: of an optimizer with the same rule, or of that of PyTorch, whose update windows are empty.
+                Parameters are matched by their order in the param groups, whatever they are called there.
 
         Raises:
             ValueError, TypeError: the state belongs to another model or plan, is not complete, has a value that no step
@@ -483,8 +484,8 @@ class ZenFlowAdamW(ZenFlow):
     Raises:
         ValueError: a value out of range, parameters on different devices, several ranks and no ``process_group``, a
             group that does not hold this rank, or more host memory needed than there is. Nothing has been changed
-            then. Errors that only
-            the first use can find raise there: ``policy="auto"`` where nothing fits, or an unusable ``nvme_path``.
+            then. Errors that only the first use can find raise there: ``policy="auto"`` where nothing fits, or an
+            unusable ``nvme_path``.
         TypeError: an unknown option, or a complex or sparse parameter, or one of 8 bits that requires a gradient.
     """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -154,6 +156,35 @@ def test_one_gradient_is_pytorch(name: str, policy: str, compiled: bool) -> None
     assert float((found - start).abs().max()) > 1000 * tolerance / 10
 
 
+SCHEDULED = [
+    name for name in CASES if "SGD" in name or "Adam" in name or name in ("MomentumRMSprop", "CenteredRMSprop")
+]
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_schedules_of_rates_and_momenta(name: str) -> None:
+    """OneCycleLR changes beta1, or the momentum, at every step."""
+    rule, theirs, keywords = CASES[name]
+    found = []
+    for make in (lambda model: theirs(model.parameters(), **keywords), ours(rule, **POLICIES["zenflow"])):
+        model = mlp(torch.float32)
+        optimizer = make(model)
+        if name == "PlainSGD":
+            scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        else:
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=15)
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(14):
+            model(torch.randn(16, 48, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        if isinstance(optimizer, zf.ZenFlow):
+            optimizer.close()
+        found.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_windows_do_not_depend_on_how_they_run(name: str, dtype: torch.dtype) -> None:
@@ -249,7 +280,100 @@ def test_a_rule_of_ones_own(policy: str) -> None:
     optimizer.close()
 
 
+class Unmoved(rules.AdamW):
+    """AdamW's state and numbers, and weights that stay."""
+
+    def apply(self, weight: Any, state: Any, c: Any) -> Any:
+        return weight + 0.0 * state.exp_avg
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rule_that_derives_from_adamw(policy: str) -> None:
+    """AdamW's kernels on devices are not used for it."""
+    model = mlp(torch.float32)
+    before = [param.detach().clone() for param in model.parameters()]
+    with zf.ZenFlow(model.parameters(), Unmoved(), **OFFLOAD, **POLICIES[policy]) as optimizer:
+        model(torch.randn(16, 48)).square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+def test_momentum_of_zero_in_some_groups() -> None:
+    """The gradient alone moves their weights, whatever the dampening, and the buffer stays."""
+    weights = [[nn.Parameter(torch.ones(40, 40)) for _ in range(2)] for _ in range(2)]
+    groups = [[{"params": [one]}, {"params": [two], "momentum": 0.0}] for one, two in weights]
+    ours = zf.ZenFlow(groups[0], rules.SGD(lr=0.1, dampening=0.5), **OFFLOAD, **POLICIES["zenflow"])
+    theirs = torch.optim.SGD(groups[1], lr=0.1, momentum=0.9, dampening=0.5)
+    for step in range(6):
+        for each, optimizer in zip(weights, (ours, theirs), strict=True):
+            for weight in each:
+                weight.grad = torch.full_like(weight, 1.0 + step)
+            optimizer.param_groups[0]["momentum"] = 0.9 * (step != 3)
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.close()
+    for one, two in zip(*weights, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+def test_no_tensor_outlives_a_window() -> None:
+    """Without Python's collector of cycles, which some training loops turn off."""
+    gc.disable()
+    try:
+        gradient = torch.ones(8)
+        found = weakref.ref(gradient)
+        options = rules.Lion().options_of(dict(rules.Lion().numbers))
+        own = StepCoefficients(options, Number.known(1.0), rules.Lion())
+        update_window_((torch.ones(8), torch.zeros(8)), [gradient], [own], step=1)
+        del gradient
+        assert found() is None
+    finally:
+        gc.enable()
+
+
 # Bad input.
+
+
+@pytest.mark.parametrize(
+    ("rule", "switch", "message"),
+    [
+        (rules.AdamW(), {"amsgrad": True}, "amsgrad=True of torch.optim.AdamW .*AdamWAMSGrad.*use amsgrad=False"),
+        (rules.Adam(), {"amsgrad": True}, "amsgrad=True of torch.optim.Adam is not supported.*AMSGrad"),
+        (rules.RAdam(weight_decay=0.1), {"decoupled_weight_decay": True}, "decoupled_weight_decay=True is torch.optim"),
+        (rules.SGD(), {"nesterov": True}, "nesterov=True .*NesterovSGD"),
+        (rules.NesterovSGD(), {"dampening": 0.5}, r"dampening=0.5 .*SGD\(.*use dampening=0.0"),
+        (rules.PlainSGD(), {"momentum": 0.9}, r"momentum=0.9 of torch.optim.SGD .*SGD\(.*use momentum=0.0"),
+        (rules.RMSprop(), {"centered": True}, "centered=True of torch.optim.RMSprop .*CenteredRMSprop"),
+    ],
+)
+def test_switch_of_another_rule_is_refused(rule: Rule, switch: dict[str, Any], message: str) -> None:
+    """In a group at first, and in the middle of training."""
+    weight = nn.Parameter(torch.ones(40, 40))
+    with pytest.raises(ValueError, match=message):
+        zf.ZenFlow([{"params": [weight], **switch}], rule, **OFFLOAD)
+    optimizer = zf.ZenFlow([weight], rule, **OFFLOAD)
+    weight.grad = torch.ones(40, 40)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0].update(switch)
+    weight.grad = torch.ones(40, 40)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_state_of_adamw_is_refused_by_a_rule_of_its_names() -> None:
+    model = mlp(torch.float32)
+    with zf.ZenFlowAdamW(model.parameters(), **OFFLOAD) as adamw:
+        model(torch.ones(2, 48)).sum().backward()
+        adamw.step()
+        state = adamw.state_dict()
+    radam = zf.ZenFlow(model.parameters(), rules.RAdam(), **OFFLOAD)
+    with pytest.raises(ValueError, match=r"the rule is 'AdamW', and this optimizer's 'RAdam'"):
+        radam.load_state_dict(state)
+    radam.close()
+    with zf.ZenFlow(model.parameters(), rules.AdamW(), **OFFLOAD) as same:
+        same.load_state_dict(state)
 
 
 def test_numbers_of_another_rule_are_refused() -> None:
@@ -259,6 +383,28 @@ def test_numbers_of_another_rule_are_refused() -> None:
         rules.Lion(lr=-1.0)
     with pytest.raises(ValueError, match=r"betas=\(0.9, 1.0\) must be two numbers"):
         rules.Lion(betas=(0.9, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_numbers": lambda *_: 0.5}, "gradient_numbers returned 0.5; it must return 1 numbers, momentum"),
+        ({"window_numbers": lambda *_: ("0.5",)}, "window_numbers returned .*; it must return 1 numbers, rate"),
+        ({"arrays": ("buffer",)}, r"arrays=\('buffer',\) must be Array"),
+        ({"apply": lambda self, weight, state, c: weight - float("inf") * state.buffer}, "a number that is not finite"),
+        ({"__init__": lambda self: None}, r"__init__ must call super\(\).__init__\(\*\*numbers\)"),
+    ],
+)
+def test_malformed_rule_is_refused(changes: dict[str, Any], message: str) -> None:
+    rule = type("Malformed", (SignMomentum,), changes)()
+    with pytest.raises((TypeError, ValueError), match=message):
+        zf.ZenFlow(mlp(torch.float32).parameters(), rule)
+
+
+@pytest.mark.parametrize(("defaults", "message"), [({}, "has no 'lr'"), ({"lr": 1.0, "rule": 2.0}, "has a 'rule'")])
+def test_malformed_numbers_are_refused(defaults: dict[str, float], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        type("Malformed", (SignMomentum,), {"defaults": defaults})
 
 
 def test_something_else_than_a_rule_is_refused() -> None:
@@ -299,7 +445,7 @@ def test_state_of_another_rule_is_refused() -> None:
     adam.close()
 
 
-@pytest.mark.parametrize("name", ["Adam", "RAdam", "Adamax", "Adagrad"])
+@pytest.mark.parametrize("name", ["Adam", "AMSGrad", "AdamWAMSGrad", "RAdam", "Adamax", "Adagrad"])
 def test_states_of_pytorch_load(name: str) -> None:
     """Those whose state has no more than ours: training goes on as PyTorch's does."""
     rule, theirs, keywords = CASES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +20,16 @@ REPLACED: list[tuple[str, dict[str, Any], str]] = [
     ("Adam", {}, "AdamW"),
     ("Adam", {"weight_decay": 0.1}, "Adam"),
     ("Adam", {"weight_decay": 0.1, "amsgrad": True}, "AMSGrad"),
+    ("Adam", {"amsgrad": True}, "AMSGrad"),
     ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, "AdamW"),
     ("NAdam", {"weight_decay": 0.1}, "NAdam"),
     ("RAdam", {}, "RAdam"),
     ("Adamax", {}, "Adamax"),
     ("Adagrad", {"lr_decay": 0.1}, "Adagrad"),
-    ("RMSprop", {}, "RMSprop"),
+    ("RMSprop", {}, "MomentumRMSprop"),
     ("RMSprop", {"momentum": 0.5}, "MomentumRMSprop"),
     ("RMSprop", {"centered": True}, "CenteredRMSprop"),
-    ("SGD", {"lr": 0.1}, "PlainSGD"),
+    ("SGD", {"lr": 0.1}, "SGD"),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "SGD"),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}, "NesterovSGD"),
 ]
@@ -105,17 +107,78 @@ def test_groups_of_two_rules_are_left_alone(name: str, groups: list[dict[str, An
     assert reason in lines[0]
 
 
-def test_momentum_that_comes_later_is_refused() -> None:
-    """By a scheduler, for example: the state has none."""
-    with served(Program(OPTIONS, [].append)):
+@pytest.mark.parametrize(("name", "keywords"), [("SGD", {}), ("RMSprop", EPS), ("RMSprop", EPS | {"centered": True})])
+def test_momentum_that_a_scheduler_gives_is_used(name: str, keywords: dict[str, Any]) -> None:
+    def steps() -> list[Tensor]:
+        torch.manual_seed(0)
         layer = nn.Linear(40, 40)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
-        layer(torch.ones(2, 40)).sum().backward()
-        with pytest.raises(ValueError, match=r"momentum=0\.\d+ must be 0 in PlainSGD; pass the rule SGD"):
+        optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.01, **keywords)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=9)
+        for _ in range(8):
+            layer(torch.randn(4, 40)).square().mean().backward()
             optimizer.step()
-        assert scheduler.get_last_lr()
-        optimizer.close()  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            scheduler.step()
+        assert optimizer.param_groups[0]["momentum"] > 0.5
+        if isinstance(optimizer, ZenFlow):
+            optimizer.close()
+        return [param.detach() for param in layer.parameters()]
+
+    expected = steps()
+    with served(Program(OPTIONS, [].append)):
+        found = steps()
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_decay_that_comes_later_is_adams() -> None:
+    def steps() -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(40, 40)
+        optimizer = torch.optim.Adam(layer.parameters(), amsgrad=True, eps=1e-4)
+        for _ in range(6):
+            layer(torch.randn(4, 40)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        if isinstance(optimizer, ZenFlow):
+            optimizer.close()
+        return layer.weight.detach()
+
+    expected = steps()
+    with served(Program(OPTIONS, [].append)):
+        torch.testing.assert_close(steps(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_trainer_by_another_rule(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def trained(folder: Path) -> tuple[Tensor, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(40, 40)
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = model
+
+            def forward(self, x: Tensor) -> dict[str, Tensor]:
+                return {"loss": self.layer(x).square().mean()}
+
+        args = transformers.TrainingArguments(
+            str(folder), optim="sgd", learning_rate=0.1, max_steps=5, report_to=[], use_cpu=True, save_strategy="no"
+        )
+        data = [{"x": torch.full((40,), 0.1 * number)} for number in range(40)]
+        trainer = transformers.Trainer(Model(), args, train_dataset=data)
+        trainer.train()
+        return model.weight.detach(), trainer.optimizer
+
+    expected, _ = trained(tmp_path / "plain")
+    lines: list[str] = []
+    with served(Program(OPTIONS, lines.append)):
+        found, _ = trained(tmp_path / "ours")
+    assert any(line.startswith("replaced: SGD") for line in lines)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_others_are_left_alone_if_asked() -> None:

@@ -93,7 +93,7 @@ def test_loop_equals_adamw(compiled: list[str], tmp_path: Path, capsys: pytest.C
         "replaced: AdamW over 4 parameters of 4,192 elements by ZenFlowAdamW",
         "replaced: Adam over 2 parameters of 264 elements by ZenFlowAdamW",
         "replaced: Adam over 2 parameters of 264 elements by ZenFlow(Adam, ",
-        "replaced: SGD over 2 parameters of 264 elements by ZenFlow(PlainSGD, ",
+        "replaced: SGD over 2 parameters of 264 elements by ZenFlow(SGD, ",
         "left alone: OwnAdamW over 2 parameters of 264 elements",
         *(["left alone: torch.compile(backend='aot_eager')"] if "aot_eager" in compiled else []),
     ):

@@ -73,11 +73,19 @@ def both(state: Any) -> Any:
         ),
         (lambda w, s, g, c: (s.exp_avg, s.missing), "cannot be traced: .*'missing'"),
         (lambda w, s, g, c: (s.exp_avg, s.exp_avg_sq[1:]), "uses aten.slice.Tensor"),
+        (lambda w, s, g, c: (s.exp_avg, s.exp_avg_sq * torch.tensor(2.0)), "uses a tensor that is no argument"),
     ],
 )
 def test_other_functions_are_refused(accumulate: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"Changed.accumulate,? ?.*{message}"):
         trace(Changed(accumulate))
+
+
+def test_division_of_a_number() -> None:
+    """PyTorch makes a reciprocal of it."""
+    rule = Changed(apply=lambda w, s, c: w - 2.0 / s.exp_avg_sq)
+    assert [line.operation for line in trace(rule).apply.lines] == ["/", "*", "-"]
+    assert "1.0f / values.at[1]" in printed(rule)
 
 
 def test_names_of_all_entries_are_reserved() -> None:
@@ -113,6 +121,8 @@ def test_apply_is_checked_too() -> None:
             "called 'exp avg'; it must be a name that Python can read",
         ),
         ({"of_window": ("a\n",)}, r"a number called 'a\\n'; it must be a name"),
+        ({"arrays": ()}, "has neither arrays nor values of a window"),
+        ({"of_gradient": ("a", "a")}, "has a, a: two of one name"),
         ({"arrays": (Array("a"), Array("a"))}, "has a, a: two of one name"),
         ({"arrays": (Array("exp_avg"), Array("window3"))}, "an array 'window3', a name of something else in states"),
     ],

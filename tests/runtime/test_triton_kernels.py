@@ -215,11 +215,11 @@ def test_moments_in_fewer_bytes_have_the_same_bits(
     form = StateForm(moments=moments, length=length)
     stored = form.compress(*difficult_moments(k, length, device))
     master = torch.randn(k, length, device=device)
-    mine = SliceState(matrix, dim, selection, torch.randn(k, length, device=device), master, *stored, 3, form)
+    mine = SliceState(matrix, dim, selection, torch.randn(k, length, device=device), master, tuple(stored), 3, form)
     for step in (3, 4):
         mine = mine._replace(step=step)
-        moments_before = (each.clone() for each in form.expand(*mine.arrays))
-        plain = SliceState(matrix.clone(), dim, selection, mine.gradient, mine.master.clone(), *moments_before, step)
+        before = tuple(each.clone() for each in form.expand(*mine.arrays))
+        plain = SliceState(matrix.clone(), dim, selection, mine.gradient, mine.master.clone(), before, step)
         triton_kernels.adam_columns_(plain, COEFFICIENTS)
         triton_kernels.adam_columns_(mine, COEFFICIENTS)
         expected = form.compress(*plain.arrays, step=step)
@@ -294,7 +294,7 @@ def test_empty_blocks_are_left_alone(device: str) -> None:
     nothing = matrix.new_empty(0, 5)
     triton_kernels.quantize_slices_(nothing, nothing, 1.0, matrix.new_empty(0), nothing.to(torch.int8))
     none = selection_of(6, 0.0, device)
-    triton_kernels.adam_columns_(SliceState(matrix, 0, none, *[nothing] * 4, 1), COEFFICIENTS)
+    triton_kernels.adam_columns_(SliceState(matrix, 0, none, nothing, nothing, (nothing, nothing), 1), COEFFICIENTS)
     assert matrix.eq(1.0).all()
 
 
@@ -329,7 +329,7 @@ def test_misfitting_state_is_refused(device: str) -> None:
     good = torch.zeros(2, 4, device=device)
     selection = Selection.of(torch.arange(2), 6, torch.device(device))
     for bad in (good.bfloat16(), torch.zeros(3, 4, device=device), torch.zeros(4, 2, device=device).t()):
-        state = SliceState(matrix, 1, selection, good, good, bad, good, 1)
+        state = SliceState(matrix, 1, selection, good, good, (bad, good), 1)
         with pytest.raises(ValueError, match="exp_avg"):
             triton_kernels.adam_columns_(state, COEFFICIENTS)
 
@@ -373,7 +373,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
     column_ops.norms_and_split(matrix, dim, selection, *blocks)
     column_ops.merge_columns(matrix, dim, selection, blocks[1])
     column_ops.update_columns_(
-        [SliceState(matrix, dim, selection, blocks[0], *blocks[:1] * 3, 1)], COEFFICIENTS, eps=1e-8
+        [SliceState(matrix, dim, selection, blocks[0], blocks[0], (blocks[0], blocks[0]), 1)], COEFFICIENTS
     )
     column_ops.quantize_slices_(blocks[1], blocks[1].float(), 1.0, blocks[1][:, 0], blocks[1].to(torch.int8))
     assert ran == ["norms_and_split", "merge_columns", "adam_columns_", "quantize_slices_"]

@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run",
         help="train a program without changing it",
         description="Runs a program with torch.optim.AdamW, and torch.optim.Adam without weight decay, replaced by "
-        "ZenFlowAdamW with the program's own hyperparameters, and Inductor by the backend zenflow. Options come before "
-        "the program, whose own arguments come after it.",
+        "ZenFlowAdamW with the program's own hyperparameters, other optimizers of PyTorch by ZenFlow with their rule, "
+        "and Inductor by the backend zenflow. Options come before the program, whose own arguments come after it.",
         allow_abbrev=False,
     )
     _add_run_arguments(run_parser)

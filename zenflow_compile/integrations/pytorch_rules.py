@@ -28,9 +28,9 @@ def rule_of(name: str, given: Mapping[str, Any]) -> Rule | None:
     return None if kind is None else kind(**{number: given[number] for number in kind.defaults})
 
 
-def _all(groups: Groups, switch: str) -> bool:
+def _all(groups: Groups, switch: str, default: bool = False) -> bool:
     """A switch that all groups have alike."""
-    values = {bool(group.get(switch)) for group in groups}
+    values = {bool(group.get(switch, default)) for group in groups}
     if len(values) > 1:
         raise ValueError(f"groups with and without {switch}: they are of two rules")
     return values.pop() if values else False
@@ -40,22 +40,21 @@ def _adam(groups: Groups, decoupled: bool) -> type[Rule] | None:
     amsgrad = _all(groups, "amsgrad")
     in_gradient = [group["weight_decay"] and not group.get("decoupled_weight_decay", decoupled) for group in groups]
     if not any(in_gradient):
-        return rules.AdamWAMSGrad if amsgrad else None
+        if amsgrad:  # a decay that comes later is that of the program's optimizer
+            return rules.AdamWAMSGrad if _all(groups, "decoupled_weight_decay", decoupled) else rules.AMSGrad
+        return None
     if any(group["weight_decay"] for group in groups if group.get("decoupled_weight_decay", decoupled)):
         raise ValueError("weight decay in the gradient of some groups, and not of others: they are of two rules")
     return rules.AMSGrad if amsgrad else rules.Adam
 
 
 def _sgd(groups: Groups) -> type[Rule]:
-    if not any(group["momentum"] for group in groups):
-        return rules.PlainSGD
+    """Schedulers may give it a momentum later."""
     return rules.NesterovSGD if _all(groups, "nesterov") else rules.SGD
 
 
 def _rmsprop(groups: Groups) -> type[Rule]:
-    if _all(groups, "centered"):
-        return rules.CenteredRMSprop
-    return rules.MomentumRMSprop if any(group["momentum"] for group in groups) else rules.RMSprop
+    return rules.CenteredRMSprop if _all(groups, "centered") else rules.MomentumRMSprop
 
 
 def _adagrad(groups: Groups) -> type[Rule]:

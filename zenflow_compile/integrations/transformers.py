@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.training_args import OptimizerNames
 
 from zenflow_compile.integrations import StateDictHook, add_member
-from zenflow_compile.optimizer import ZenFlowAdamW, was_given
+from zenflow_compile.optimizer import ZenFlow, ZenFlowAdamW, was_given
 
 _NAME = "zenflow"
 
@@ -37,7 +37,7 @@ class ZenFlowCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._optimizer: ZenFlowAdamW | None = None
+        self._optimizer: ZenFlow | None = None
         self._control: TrainerControl | None = None
         self._hook: RemovableHandle | None = None
 
@@ -46,7 +46,7 @@ class ZenFlowCallback(TrainerCallback):
     ) -> None:
         """
         Raises:
-            TypeError: the Trainer's optimizer is not a ``ZenFlowAdamW``.
+            TypeError: the Trainer's optimizer is not a ``ZenFlow``.
             ValueError: it was given a weight decay that no param group has, since the Trainer's groups carry their own;
                 or ``lr``, ``betas`` or ``eps`` were not given, and differ from those in ``args``.
         """
@@ -57,9 +57,10 @@ class ZenFlowCallback(TrainerCallback):
         # The Trainer writes a checkpoint after on_evaluate, in which a callback after this one may have ended training.
         self._hook = kwargs["model"].register_state_dict_pre_hook(StateDictHook(self.before_state_dict))
 
-    def _check(self, optimizer: ZenFlowAdamW, args: TrainingArguments) -> None:
-        _check_weight_decay(optimizer, args)
-        _check_left_out(optimizer, args)
+    def _check(self, optimizer: ZenFlow, args: TrainingArguments) -> None:
+        if isinstance(optimizer, ZenFlowAdamW):
+            _check_weight_decay(optimizer, args)
+            _check_left_out(optimizer, args)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._flush_at_end(control)  # before an evaluation, so that it evaluates the saved model
@@ -137,10 +138,10 @@ def _check_left_out(optimizer: ZenFlowAdamW, args: TrainingArguments) -> None:
             )
 
 
-def _unwrapped(optimizer: Any) -> ZenFlowAdamW:
+def _unwrapped(optimizer: Any) -> ZenFlow:
     """The optimizer inside Accelerate's wrapper."""
     found = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(found, ZenFlowAdamW):
+    if not isinstance(found, ZenFlow):
         raise TypeError(
             f"ZenFlowCallback: the Trainer's optimizer is a {type(found).__name__}; pass "
             "optimizer_cls_and_kwargs=(ZenFlowAdamW, {...}) or optimizers=(ZenFlowAdamW(...), None), or leave the "

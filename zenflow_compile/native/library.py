@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -158,7 +158,7 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-@cache
+@lru_cache(maxsize=32)
 def rule_address(rule: Rule) -> int:
     """The address of ``zenflow_update`` of a rule, which jobs call.
 

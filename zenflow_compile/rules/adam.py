@@ -12,12 +12,7 @@ from zenflow_compile.rules.rule import Rule
 class _InGradient(Rule):
     """Weight decay is part of the gradient, which sees the weight that the window began with."""
 
-    def check_switches(self, group: Mapping[str, Any]) -> None:
-        if group.get("decoupled_weight_decay") and group["weight_decay"] != 0:
-            raise ValueError(
-                "decoupled_weight_decay=True is torch.optim.AdamW's, and this rule decays as Adam does: use the rule "
-                "AdamW, or set weight_decay=0"
-            )
+    decoupled: ClassVar[bool | None] = False
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         return *super().gradient_numbers(options, count), options.weight_decay  # type: ignore[safe-super]
@@ -34,7 +29,7 @@ class Adam(_InGradient, AdamW):
     """See the module."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**AdamW.defaults, "weight_decay": 0.0}
-    fused: ClassVar[bool] = False
+    switches: ClassVar[Mapping[str, str]] = {"amsgrad": "AMSGrad"}
     of_gradient: ClassVar[tuple[str, ...]] = (*AdamW.of_gradient, "weight_decay")
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from zenflow_compile.checks.validate import check_flag
 from zenflow_compile.rules.rule import Array, Rule, decay_of, rate_of
 
 
@@ -15,21 +14,11 @@ class AdamW(Rule):
 
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01, "eps": 1e-8}
     fused: ClassVar[bool] = True
+    decoupled: ClassVar[bool | None] = True
+    switches: ClassVar[Mapping[str, str]] = {"amsgrad": "AdamWAMSGrad"}
     arrays: ClassVar[tuple[Array, ...]] = (Array("exp_avg"), Array("exp_avg_sq", nonnegative=True))
     of_gradient: ClassVar[tuple[str, ...]] = ("beta1", "beta1_rest", "beta2", "beta2_rest")
     of_window = ("decay", "step_size", "bias_correction2_sqrt", "eps")
-
-    def check_switches(self, group: Mapping[str, Any]) -> None:
-        if (amsgrad := group.get("amsgrad")) is not None and check_flag("amsgrad", amsgrad):
-            raise ValueError(
-                "amsgrad=True of torch.optim.AdamW is not supported: it is another rule, which ZenFlow(params, "
-                "rule=AdamWAMSGrad(...)) of zenflow_compile.rules has; use amsgrad=False"
-            )
-        if group.get("decoupled_weight_decay", True) is not True and group["weight_decay"] != 0:
-            raise ValueError(
-                f"decoupled_weight_decay={group['decoupled_weight_decay']!r} is torch.optim.Adam's, whose weight decay "
-                "is part of the gradient, and this optimizer decays as AdamW does: leave it out, or set weight_decay=0"
-            )
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         return options.beta1, 1.0 - options.beta1, options.beta2, 1.0 - options.beta2
@@ -53,11 +42,8 @@ class AdamW(Rule):
 class AdamWAMSGrad(AdamW):
     """With the maximum of second moments: Reddi et al., On the Convergence of Adam and Beyond (arXiv 1904.09237)."""
 
-    fused: ClassVar[bool] = False
+    switches: ClassVar[Mapping[str, str]] = {}
     arrays: ClassVar[tuple[Array, ...]] = (*AdamW.arrays, Array("max_exp_avg_sq", nonnegative=True, rounded=False))
-
-    def check_switches(self, group: Mapping[str, Any]) -> None:
-        return None
 
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         exp_avg, exp_avg_sq = super().accumulate(weight, state, gradient, c)

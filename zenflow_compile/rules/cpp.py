@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 from zenflow_compile.rules.rule import Rule
 from zenflow_compile.rules.tracing import Function, trace
@@ -10,7 +10,7 @@ from zenflow_compile.rules.tracing import Function, trace
 _INFIX = "+-*/"
 
 
-@cache
+@lru_cache(maxsize=32)
 def printed(rule: Rule) -> str:
     """The text of ``printed_rule.h``: what the rule's state is, and its two functions, on vectors.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from zenflow_compile.rules.rule import Array, Rule, rate_of
 
 
 class NAdam(Rule):
-    """Weight decay is part of the gradient, which sees the weight that the window began with."""
+    """Weight decay is part of the gradient, which sees the weight that the window began with.
+
+    The momenta of all steps are multiplied, as they were in each: ``mu_rest`` is one less that product.
+    """
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 2e-3,
@@ -20,40 +21,38 @@ class NAdam(Rule):
         "eps": 1e-8,
         "momentum_decay": 4e-3,
     }
-    arrays: ClassVar[tuple[Array, ...]] = (Array("exp_avg"), Array("exp_avg_sq", nonnegative=True))
+    decoupled: ClassVar[bool | None] = False
+    arrays: ClassVar[tuple[Array, ...]] = (
+        Array("exp_avg"),
+        Array("exp_avg_sq", nonnegative=True),
+        Array("mu_rest", nonnegative=True, rounded=False),
+    )
     window = ("last",)
-    of_gradient: ClassVar[tuple[str, ...]] = ("beta1", "beta1_rest", "beta2", "beta2_rest", "weight_decay")
-    of_window = ("of_last", "of_average", "bias_correction2", "eps")
+    of_gradient: ClassVar[tuple[str, ...]] = ("beta1", "beta1_rest", "beta2", "beta2_rest", "weight_decay", "mu")
+    of_window = ("of_last", "of_average", "following", "bias_correction2", "eps")
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
-        return options.beta1, 1.0 - options.beta1, options.beta2, 1.0 - options.beta2, options.weight_decay
+        betas = options.beta1, 1.0 - options.beta1, options.beta2, 1.0 - options.beta2
+        return *betas, options.weight_decay, _momentum(options, count)
 
     def window_numbers(self, options: Sequence[Any], count: int) -> tuple[float, ...]:
         last, rate = options[-1], rate_of(options)
-        mu, following = (_momentum(last.beta1, last.momentum_decay, step) for step in (count, count + 1))
-        product = _product(last.beta1, last.momentum_decay, count)
-        return (
-            rate * (1.0 - mu) / (1.0 - product),
-            rate * following / (1.0 - product * following),
-            1.0 - last.beta2**count,
-            last.eps,
-        )
+        following = _momentum(last, count + 1)
+        of_last = rate * (1.0 - _momentum(last, count))
+        return of_last, rate * following, following, 1.0 - last.beta2**count, last.eps
 
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         gradient = gradient + c.weight_decay * weight
         exp_avg = c.beta1 * state.exp_avg + c.beta1_rest * gradient
-        return exp_avg, c.beta2 * state.exp_avg_sq + c.beta2_rest * gradient * gradient, 1.0 * gradient
+        exp_avg_sq = c.beta2 * state.exp_avg_sq + c.beta2_rest * gradient * gradient
+        return exp_avg, exp_avg_sq, 1.0 - (1.0 - state.mu_rest) * c.mu, gradient
 
     def apply(self, weight: Any, state: Any, c: Any) -> Any:
         denominator = (state.exp_avg_sq / c.bias_correction2).sqrt() + c.eps
-        return weight - c.of_last * state.last / denominator - c.of_average * state.exp_avg / denominator
+        following_rest = 1.0 - (1.0 - state.mu_rest) * c.following
+        of_last = c.of_last * state.last / (state.mu_rest * denominator)
+        return weight - of_last - c.of_average * state.exp_avg / (following_rest * denominator)
 
 
-def _momentum(beta1: float, decay: float, step: int) -> float:
-    return float(beta1 * (1.0 - 0.5 * 0.96 ** (step * decay)))
-
-
-@lru_cache(maxsize=64)
-def _product(beta1: float, decay: float, count: int) -> float:
-    """The product of the momenta of all steps so far. It is zero in double precision after some hundreds of them."""
-    return math.prod(_momentum(beta1, decay, step) for step in range(1, min(count, 10_000) + 1))
+def _momentum(options: Any, step: int) -> float:
+    return float(options.beta1 * (1.0 - 0.5 * 0.96 ** (step * options.momentum_decay)))

@@ -13,6 +13,7 @@ class RAdam(Rule):
     """As ``torch.optim.RAdam``. Weight decay is part of the gradient, with the weight that the window began with."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0, "eps": 1e-8}
+    decoupled: ClassVar[bool | None] = False
     arrays: ClassVar[tuple[Array, ...]] = (Array("exp_avg"), Array("exp_avg_sq", nonnegative=True))
     of_gradient: ClassVar[tuple[str, ...]] = ("beta1", "beta1_rest", "beta2", "beta2_rest", "weight_decay")
     of_window = ("step_size", "adaptive", "plain", "eps")

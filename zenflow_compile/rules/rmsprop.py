@@ -16,6 +16,7 @@ class RMSprop(Rule):
 
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-2, "alpha": 0.99, "weight_decay": 0.0, "eps": 1e-8}
     arrays: ClassVar[tuple[Array, ...]] = (Array("square_avg", nonnegative=True),)
+    switches: ClassVar[Mapping[str, str]] = {"centered": "CenteredRMSprop", "momentum": "MomentumRMSprop"}
     window = ("moves",)
     of_gradient: ClassVar[tuple[str, ...]] = ("alpha", "alpha_rest", "weight_decay", "eps", "lr")
     of_window = ()
@@ -40,22 +41,32 @@ class MomentumRMSprop(RMSprop):
 
     defaults: ClassVar[Mapping[str, Any]] = {**RMSprop.defaults, "momentum": 0.9}
     arrays: ClassVar[tuple[Array, ...]] = (Array("momentum_buffer"), *RMSprop.arrays)
-    of_gradient: ClassVar[tuple[str, ...]] = (*RMSprop.of_gradient, "momentum")
+    switches: ClassVar[Mapping[str, str]] = {"centered": "CenteredRMSprop"}
+    of_gradient: ClassVar[tuple[str, ...]] = (*RMSprop.of_gradient, "momentum", "of_momentum", "of_gradient")
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
-        return *super().gradient_numbers(options, count), options.momentum
+        """Where ``momentum`` is 0, the buffer stays, and the gradient alone moves the weight."""
+        has_momentum = options.momentum != 0.0
+        numbers = (options.momentum, 1.0, 0.0) if has_momentum else (1.0, 0.0, 1.0)
+        return *super().gradient_numbers(options, count), *numbers
+
+    def moved(self, state: Any, relative: Any, c: Any) -> tuple[Any, Any]:
+        """The new momentum and moves; ``relative``: the gradient over its root."""
+        momentum = c.momentum * state.momentum_buffer + c.of_momentum * relative
+        return momentum, state.moves + c.lr * (c.of_momentum * momentum + c.of_gradient * relative)
 
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         gradient = gradient + c.weight_decay * weight
         square_avg = c.alpha * state.square_avg + c.alpha_rest * gradient * gradient
-        momentum = c.momentum * state.momentum_buffer + gradient / (square_avg.sqrt() + c.eps)
-        return momentum, square_avg, state.moves + c.lr * momentum
+        momentum, moves = self.moved(state, gradient / (square_avg.sqrt() + c.eps), c)
+        return momentum, square_avg, moves
 
 
 class CenteredRMSprop(MomentumRMSprop):
     """Centered; without momentum by ``momentum=0``. Rounded averages might have no root, so they are kept in fp32."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**RMSprop.defaults, "momentum": 0.0}
+    switches: ClassVar[Mapping[str, str]] = {}
     arrays: ClassVar[tuple[Array, ...]] = (
         Array("momentum_buffer"),
         Array("square_avg", nonnegative=True, rounded=False),
@@ -67,5 +78,5 @@ class CenteredRMSprop(MomentumRMSprop):
         square_avg = c.alpha * state.square_avg + c.alpha_rest * gradient * gradient
         grad_avg = c.alpha * state.grad_avg + c.alpha_rest * gradient
         deviation = (square_avg - grad_avg * grad_avg).sqrt() + c.eps
-        momentum = c.momentum * state.momentum_buffer + gradient / deviation
-        return momentum, square_avg, grad_avg, state.moves + c.lr * momentum
+        momentum, moves = self.moved(state, gradient / deviation, c)
+        return momentum, square_avg, grad_avg, moves

@@ -14,9 +14,10 @@ import math
 from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-from zenflow_compile.checks.validate import check_number
+from zenflow_compile.checks.validate import check_flag, check_number
 
 MOST_ARRAYS = 4
 """Arrays of a rule's state, and values of its windows together; ``kMostValues`` in native/state_forms.h."""
@@ -57,7 +58,9 @@ class Rule(ABC):
     Attributes:
         defaults: the numbers of a param group that steps use; ``betas`` are two.
         options: kind of tuple of these numbers, all of them floats: ``betas`` are ``beta1`` and ``beta2``.
-        fused: PyTorch and this package have kernels for it on devices.
+        fused: PyTorch and this package have kernels for it on devices. A subclass has none.
+        decoupled: weight decay is apart from the gradient; None: groups do not say which one they mean.
+        switches: numbers of PyTorch's optimizers that ask for another rule, with the name of that rule.
         arrays: of the state; those that may be rounded come first.
         window: names of the values that live until ``apply``.
         of_gradient, of_window: names of the numbers that ``accumulate`` and ``apply`` take.
@@ -66,6 +69,8 @@ class Rule(ABC):
     defaults: ClassVar[Mapping[str, Any]]
     options: ClassVar[Any]
     fused: ClassVar[bool] = False
+    decoupled: ClassVar[bool | None] = None
+    switches: ClassVar[Mapping[str, str]] = {}
     arrays: ClassVar[tuple[Array, ...]]
     window: ClassVar[tuple[str, ...]] = ()
     of_gradient: ClassVar[tuple[str, ...]]
@@ -73,7 +78,11 @@ class Rule(ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        cls.fused = vars(cls).get("fused", False)
         if "defaults" in vars(cls):
+            if "lr" not in cls.defaults or (reserved := _RESERVED.intersection(cls.defaults)):
+                wrong = "no 'lr'" if "lr" not in cls.defaults else f"a {min(reserved)!r}, which groups have already"
+                raise TypeError(f"{cls.__name__}.defaults has {wrong}; change it")
             names = (("beta1", "beta2") if name == "betas" else (name,) for name in cls.defaults)
             cls.options = _tuple_of(f"{cls.__name__}Options", [name for each in names for name in each])
 
@@ -108,8 +117,31 @@ class Rule(ABC):
         betas = [value for name, value in options._asdict().items() if name.startswith("beta")]
         return "" if min(options) >= 0 and all(beta < 1 for beta in betas) else str(options)
 
-    def check_switches(self, group: Mapping[str, Any]) -> None:  # noqa: B027 - most rules have no variants
-        """Raise ValueError if a param group asks for a variant that is another rule."""
+    def check_switches(self, group: Mapping[str, Any]) -> None:
+        """Raise ValueError or TypeError if a param group asks for another rule."""
+        kind = type(self).__name__
+        for name, other in self.switches.items():
+            value = group.get(name)
+            if value is not None and name in _FLAGS:
+                check_flag(name, value)
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} of torch.optim.{_of_pytorch(kind)} is not supported: it is another rule, "
+                    f"ZenFlow(params, {other}(...)) of zenflow_compile.rules; pass that (under run, "
+                    f"--keep-others); use {name}={type(value)()!r}"
+                )
+        given = group.get("decoupled_weight_decay")
+        if given is None or self.decoupled in (None, given) or group["weight_decay"] == 0:
+            return
+        if self.decoupled:
+            raise ValueError(
+                f"decoupled_weight_decay={given!r} is torch.optim.Adam's, whose weight decay is part of the gradient, "
+                "and this optimizer decays as AdamW does: leave it out, or set weight_decay=0"
+            )
+        raise ValueError(
+            f"decoupled_weight_decay={given!r} is torch.optim.AdamW's, and the weight decay of {kind} is part of the "
+            "gradient: use the rule AdamW, or set weight_decay=0"
+        )
 
     @abstractmethod
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
@@ -150,6 +182,15 @@ class Rule(ABC):
         return (*(array.name for array in self.arrays), *self.window)
 
 
+_RESERVED = frozenset(("params", "rule", "maximize", "param_names"))
+_FLAGS = ("amsgrad", "nesterov", "centered")
+
+
+def _of_pytorch(kind: str) -> str:
+    """The optimizer of PyTorch that a rule is a version of."""
+    return next((name for name in ("AdamW", "RMSprop", "SGD") if name in kind), kind)
+
+
 def _tuple_of(name: str, fields: Sequence[str]) -> Any:
     return namedtuple(name, fields)
 
@@ -177,4 +218,4 @@ def check_betas(betas: Any) -> tuple[float, float]:
 
 def named(names: Sequence[str], values: Sequence[Any]) -> Any:
     """An object with ``values`` by name."""
-    return type("Named", (), dict(zip(names, values, strict=True)))()
+    return SimpleNamespace(**dict(zip(names, values, strict=True)))

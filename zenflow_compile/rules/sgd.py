@@ -14,12 +14,16 @@ class SGD(Rule):
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0}
     arrays: ClassVar[tuple[Array, ...]] = (Array("momentum_buffer"),)
     window = ("moves",)
-    of_gradient: ClassVar[tuple[str, ...]] = ("momentum", "rest", "weight_decay", "lr")
+    switches: ClassVar[Mapping[str, str]] = {"nesterov": "NesterovSGD"}
+    of_gradient: ClassVar[tuple[str, ...]] = ("momentum", "rest", "weight_decay", "lr", "of_momentum", "of_gradient")
     of_window = ()
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        """Where ``momentum`` is 0, the buffer stays, and the gradient alone moves the weight."""
+        if options.momentum == 0.0:
+            return 1.0, 0.0, options.weight_decay, options.lr, 0.0, 1.0
         rest = 1.0 if count == 1 else 1.0 - options.dampening  # the first gradient is the momentum
-        return options.momentum, rest, options.weight_decay, options.lr
+        return options.momentum, rest, options.weight_decay, options.lr, 1.0, 0.0
 
     def window_numbers(self, options: Sequence[Any], count: int) -> tuple[float, ...]:
         return ()
@@ -27,21 +31,22 @@ class SGD(Rule):
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         gradient = gradient + c.weight_decay * weight
         momentum = c.momentum * state.momentum_buffer + c.rest * gradient
-        return momentum, state.moves + c.lr * self.move(gradient, momentum, c)
-
-    def move(self, gradient: Any, momentum: Any, c: Any) -> Any:
-        """What a step moves the weight by, at a rate of 1."""
-        return momentum
+        return momentum, state.moves + c.lr * (c.of_momentum * momentum + c.of_gradient * gradient)
 
     def apply(self, weight: Any, state: Any, c: Any) -> Any:
         return weight - state.moves
 
 
 class NesterovSGD(SGD):
-    """With Nesterov's momentum."""
+    """With Nesterov's momentum, and without dampening."""
 
-    def move(self, gradient: Any, momentum: Any, c: Any) -> Any:
-        return gradient + c.momentum * momentum
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0}
+    switches: ClassVar[Mapping[str, str]] = {"dampening": "SGD"}
+
+    def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
+        momentum, is_used = options.momentum, options.momentum != 0.0
+        numbers = (momentum, 1.0) if is_used else (1.0, 0.0)
+        return *numbers, options.weight_decay, options.lr, momentum, 1.0
 
 
 class PlainSGD(SGD):
@@ -49,14 +54,11 @@ class PlainSGD(SGD):
 
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
     arrays: ClassVar[tuple[Array, ...]] = ()
+    switches: ClassVar[Mapping[str, str]] = {"momentum": "SGD"}
     of_gradient: ClassVar[tuple[str, ...]] = ("weight_decay", "lr")
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         return options.weight_decay, options.lr
-
-    def check_switches(self, group: Mapping[str, Any]) -> None:
-        if group.get("momentum"):
-            raise ValueError(f"momentum={group['momentum']!r} must be 0 in PlainSGD; pass the rule SGD, which has one")
 
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         return (state.moves + c.lr * (gradient + c.weight_decay * weight),)

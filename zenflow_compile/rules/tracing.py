@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zenflow_compile.rules.rule import MOST_ARRAYS, MOST_NUMBERS, MOST_ROUNDED, Rule, named
+from zenflow_compile.rules.rule import MOST_ARRAYS, MOST_NUMBERS, MOST_ROUNDED, Array, Rule, named
 
 _ATEN = torch.ops.aten
 OPERATIONS = {
@@ -20,6 +21,7 @@ OPERATIONS = {
     _ATEN.rsub.Scalar: "-",
     _ATEN.mul.Tensor: "*",
     _ATEN.div.Tensor: "/",
+    _ATEN.reciprocal.default: "/",
     _ATEN.neg.default: "negative",
     _ATEN.abs.default: "magnitude",
     _ATEN.sign.default: "sign",
@@ -73,6 +75,8 @@ def trace(rule: Rule) -> Traced:
             per element; or the rule has too many arrays or numbers.
     """
     kind = type(rule).__name__
+    if not all(isinstance(array, Array) for array in rule.arrays):
+        raise ValueError(f"{kind}.arrays={rule.arrays!r} must be Array(...) of zenflow_compile.rules; change them")
     rounded = [array.rounded for array in rule.arrays]
     for what, count, most in (
         ("arrays and values of a window", len(rule.values), MOST_ARRAYS),
@@ -85,13 +89,26 @@ def trace(rule: Rule) -> Traced:
     for name in (*rule.values, *rule.of_gradient, *rule.of_window):
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"{kind} has a number called {name!r}; it must be a name that Python can read: change it")
-    if len({*rule.values}) < len(rule.values):
-        raise ValueError(f"{kind} has {', '.join(rule.values)}: two of one name; change one of them")
+    for names in (rule.values, rule.of_gradient, rule.of_window):
+        if len({*names}) < len(names):
+            raise ValueError(f"{kind} has {', '.join(names)}: two of one name; change one of them")
+    if not rule.values:
+        raise ValueError(f"{kind} has neither arrays nor values of a window, so it cannot use gradients; add one")
     for array in rule.arrays:
         if OTHER_ENTRIES.fullmatch(array.name):
             raise ValueError(f"{kind} has an array {array.name!r}, a name of something else in states; change it")
     if rounded != sorted(rounded, reverse=True):
         raise ValueError(f"{kind}.arrays must have those that may be rounded first; change their order")
+    options = rule.options_of(dict(rule.numbers))
+    for what, asked, found in (
+        ("gradient_numbers", rule.of_gradient, rule.gradient_numbers(options, 1)),
+        ("window_numbers", rule.of_window, rule.window_numbers([options], 1)),
+    ):
+        numbers = found if isinstance(found, (tuple, list)) else ()
+        if len(numbers) != len(asked) or not all(isinstance(each, (int, float)) for each in numbers):
+            raise ValueError(
+                f"{kind}.{what} returned {found!r}; it must return {len(asked)} numbers, {', '.join(asked)}"
+            )
 
     def accumulate(weight: Any, gradient: Any, values: Sequence[Any], numbers: Sequence[Any]) -> Any:
         return rule.accumulate(weight, named(rule.values, values), gradient, named(rule.of_gradient, numbers))
@@ -125,10 +142,16 @@ def _function(
             names[node] = next(inputs)
             if not names[node].startswith("c."):
                 of_elements.add(names[node])
+        elif node.op == "get_attr":
+            raise ValueError(f"{name} uses a tensor that is no argument; use a number, or one of the rule's")
         elif node.op == "call_function":
             if node.target not in OPERATIONS or node.kwargs:
                 raise ValueError(f"{name} uses {node.target}; a rule may use {', '.join(_ALLOWED)} on elements")
             arguments = tuple(names[each] if isinstance(each, Node) else float(each) for each in node.args)
+            if not all(isinstance(each, str) or math.isfinite(each) for each in arguments):
+                raise ValueError(f"{name} uses a number that is not finite; a rule has finite ones")
+            if node.target is _ATEN.reciprocal.default:
+                arguments = (1.0, *arguments)
             if node.target is _ATEN.rsub.Scalar:
                 arguments = arguments[::-1]
             if of_elements.isdisjoint(arguments):

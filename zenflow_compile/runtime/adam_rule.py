@@ -92,7 +92,7 @@ class StepCoefficients(NamedTuple):
 class WindowNumbers(NamedTuple):
     """The numbers that an update window is computed with."""
 
-    of_gradient: list[tuple[float, ...]]
+    of_gradient: tuple[tuple[float, ...], ...]
     of_window: tuple[float, ...]
 
 
@@ -123,7 +123,7 @@ _options = attrgetter("options")
 def _numbers(rule: Rule, options: tuple[Any, ...], step: int) -> WindowNumbers:
     first = step - len(options) + 1
     of_gradient = [rule.gradient_numbers(own, count) for count, own in enumerate(options, first)]
-    return WindowNumbers(of_gradient, rule.window_numbers(options, step))
+    return WindowNumbers(tuple(of_gradient), rule.window_numbers(options, step))
 
 
 @torch.no_grad()

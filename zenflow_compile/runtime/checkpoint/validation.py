@@ -75,8 +75,10 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     if "zenflow" in state:
         refuse_format(4)
     whole = _Part(state, "the optimizer")
-    keys, taken = _check_groups(groups, whole.get("param_groups", (list, tuple), "list"), engine.registry.rule)
     saved = whole.get("state", Mapping, "dict")
+    is_ours = any(isinstance(entry, Mapping) and "plan" in entry for entry in saved.values())
+    listed = whole.get("param_groups", (list, tuple), "list")
+    keys, taken = _check_groups(groups, listed, engine.registry.rule, is_ours=is_ours)
     index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     places = [index_of[id(param)] for group in groups for param in group["params"]]
     index_by_key = dict(zip(keys, places, strict=True))
@@ -157,7 +159,7 @@ def refuse_format(found: int) -> NoReturn:
 
 
 def _check_groups(
-    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], rule: Rule
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], rule: Rule, *, is_ours: bool
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
     """The saved names of all parameters in the order of the groups, and the values that each own group takes over."""
     parts = [_Part(group, f"param group {number}") for number, group in enumerate(saved)]
@@ -171,6 +173,7 @@ def _check_groups(
         )
     keys: list[int | str] = []
     of_rule = type(rule).__name__
+    by_default = "AdamW" if is_ours else of_rule  # groups of a ZenFlowAdamW do not name it, as those of PyTorch
     for part, listed in zip(parts, names, strict=True):
         if not all(isinstance(name, (int, str)) for name in listed):
             part.refuse("'params' that are neither numbers nor names")
@@ -181,7 +184,7 @@ def _check_groups(
     for number, (own, group) in enumerate(zip(groups, saved, strict=True)):
         try:
             values = _taken_over(own, group)
-            if (saved_rule := group.get("rule", of_rule)) != of_rule:
+            if (saved_rule := group.get("rule", by_default)) != of_rule:
                 raise ValueError(
                     f"the rule is {saved_rule!r}, and this optimizer's {of_rule!r}; load it into one of its rule"
                 )
@@ -243,9 +246,10 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
     rule = engine.registry.rule
     kind = type(rule).__name__
     if missing := [name for name in rule.defaults if not all(name in group for group in taken)]:
+        ours = "a ZenFlowAdamW" if rule.fused else f"a ZenFlow with the rule {kind}"
         raise ValueError(
-            f"the state dict is neither of a ZenFlow{kind} nor of torch.optim.{kind}: its param groups have no "
-            f"{missing[0]!r}; load the state of one of these"
+            f"the state dict is neither of {ours} nor of torch.optim.{kind}: its param groups have no {missing[0]!r}; "
+            "load the state of one of these"
         )
     used: dict[int, Mapping[str, Any]] = {}
     for index, entry in entries.items():
@@ -253,10 +257,10 @@ def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: l
         part = _Part(entry, repr(plan.name))
         if not entry:
             continue  # the parameter has had no gradient
-        if "max_exp_avg_sq" in entry:
+        if "max_exp_avg_sq" in entry and "max_exp_avg_sq" not in _entries_of_pytorch(engine):
             raise ValueError(
                 f"the state dict has 'max_exp_avg_sq' for {plan.name!r}, of a torch.optim.AdamW with amsgrad=True, "
-                "which is not supported; load the state of one without amsgrad"
+                "which is not supported by this rule; load the state of one without amsgrad"
             )
         part.check_names(_entries_of_pytorch(engine))
         _check_model_shape(part, tuple(engine.registry.given[index].shape), plan.rule)

@@ -182,7 +182,12 @@ def _check(update: WindowUpdate, kernel: HostAdam) -> None:
             f"{len(gradients)} gradients for {len(coefficients)} coefficients: there must be one each, at least one, "
             f"and at most max_gradients={most}"
         )
-    form = update.form
+    form, rule = update.form, coefficients[0].rule
+    if form.arrays != rule.arrays or any(own.rule is not rule for own in coefficients):
+        raise ValueError(
+            f"a window of {type(rule).__name__} has state of {', '.join(array.name for array in form.arrays)}, or "
+            "gradients of another rule; all of them must be of one rule"
+        )
     if (update.weights is None) == form.split:
         raise ValueError(f"split masters need weights, and other masters take none; this state is {form}")
     names = ("master", *(array.name for array in form.arrays))

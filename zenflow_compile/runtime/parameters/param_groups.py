@@ -63,7 +63,7 @@ def check_group(group: Mapping[str, Any], rule: Rule) -> None:
 
 def values_of(groups: Sequence[Mapping[str, Any]], rule: Rule) -> list[object] | None:
     """The objects that ``check_groups`` checks. None if one of them can change in place, such as a tensor."""
-    values = [group.get(name, _REFUSED) for group in groups for name in (*rule.defaults, *_CHECKED)]
+    values = [group.get(name, _REFUSED) for group in groups for name in (*rule.defaults, *rule.switches, *_CHECKED)]
     flat = [each for value in values for each in (value if type(value) is tuple else (value,))]
     return values if all(type(each) in _IMMUTABLE or each is _REFUSED for each in flat) else None
 

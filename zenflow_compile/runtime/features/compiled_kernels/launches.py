@@ -41,7 +41,7 @@ def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[],
     states = [SliceState(matrix, dim, selection, *rows)]
     if host_weights:  # what is cast goes where the gradient was
         states.append(SliceState(device.gradient, 0, None, *rows))
-    for factor in factors:
+    for factor in factors if plan.rule.fused else ():
         coefficients = StepCoefficients.known(1.0, 0.9, 0.999, 0.0)._replace(grad_scale=factor)
         for state in states:
             yield partial(triton_kernels.adam_columns_, state, coefficients)
