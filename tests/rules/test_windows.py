@@ -1,0 +1,77 @@
+"""Windows of several gradients, written out number by number: what definitions are compared with besides themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zenflow_compile import rules
+from zenflow_compile.rules import Rule
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
+from zenflow_compile.runtime.device.number import Number
+
+GRADIENTS = (0.5, -2.0, 0.25)
+
+
+def after(rule: Rule, weight: float, state: list[float], step: int) -> list[float]:
+    """Weight and arrays after a window of ``GRADIENTS``, at whose end ``step`` gradients are in the state."""
+    options = rule.options_of(dict(rule.numbers))
+    tensors = [torch.full((1,), value, dtype=torch.float64) for value in (weight, *state)]
+    gradients = [torch.full((1,), value, dtype=torch.float64) for value in GRADIENTS]
+    update_window_(tensors, gradients, [StepCoefficients(options, Number.known(1.0), rule)] * 3, step=step)
+    return [float(each) for each in tensors]
+
+
+def test_lion_moves_by_the_sign_of_each_step() -> None:
+    weight, average, moves = 3.0, 0.4, 0.0
+    for gradient in GRADIENTS:
+        moves += math.copysign(0.1, 0.9 * average + 0.1 * gradient)
+        average = 0.99 * average + 0.01 * gradient
+    expected = [weight * (1 - 0.1 * 0.5) ** 3 - moves, average]
+    assert after(rules.Lion(lr=0.1, weight_decay=0.5), weight, [0.4], 7) == pytest.approx(expected, rel=1e-12)
+
+
+def test_adagrad_has_the_rate_of_each_step() -> None:
+    weight, total, moves = 3.0, 0.4, 0.0
+    for count, gradient in enumerate(GRADIENTS, 5):
+        whole = gradient + 0.5 * weight
+        total += whole * whole
+        moves += 0.1 / (1 + (count - 1) * 0.25) * whole / (math.sqrt(total) + 1e-10)
+    found = after(rules.Adagrad(lr=0.1, lr_decay=0.25, weight_decay=0.5), weight, [0.4], 7)
+    assert found == pytest.approx([weight - moves, total], rel=1e-12)
+
+
+def test_sgd_begins_with_its_first_gradient() -> None:
+    momentum, moves = GRADIENTS[0], 0.1 * GRADIENTS[0]
+    for gradient in GRADIENTS[1:]:
+        momentum = 0.9 * momentum + 0.75 * gradient
+        moves += 0.1 * momentum
+    assert after(rules.SGD(lr=0.1, dampening=0.25), 3.0, [0.0], 3) == pytest.approx([3.0 - moves, momentum], rel=1e-12)
+
+
+def test_nadam_multiplies_the_momenta_of_all_steps() -> None:
+    def mu(step: int) -> float:
+        return 0.9 * (1 - 0.5 * 0.96 ** (step * 4e-3))
+
+    first, second, product = 0.4, 0.3, 0.7
+    for count, gradient in enumerate(GRADIENTS, 5):
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        product *= mu(count)
+    root = math.sqrt(second / (1 - 0.999**7)) + 1e-8
+    moved = (1 - mu(7)) / (1 - product) * GRADIENTS[-1] / root + mu(8) / (1 - product * mu(8)) * first / root
+    found = after(rules.NAdam(lr=0.1), 3.0, [0.4, 0.3, 1 - 0.7], 7)
+    assert found == pytest.approx([3.0 - 0.3 * moved, first, second, 1 - product], rel=1e-12)
+
+
+def test_radam_moves_at_the_sum_of_the_rates() -> None:
+    first, second = 0.4, 0.3
+    for gradient in GRADIENTS:
+        first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
+    most, kept = 2 / (1 - 0.99) - 1, 0.99**40
+    length = most - 2 * 40 * kept / (1 - kept)
+    of_length = math.sqrt((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length))
+    moved = 0.3 * first / (1 - 0.9**40) * of_length * math.sqrt(1 - kept) / (math.sqrt(second) + 1e-8)
+    found = after(rules.RAdam(lr=0.1, betas=(0.9, 0.99)), 3.0, [0.4, 0.3], 40)
+    assert found == pytest.approx([3.0 - moved, first, second], rel=1e-12)
