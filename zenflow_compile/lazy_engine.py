@@ -318,7 +318,7 @@ def _takeover_text(optimizers: int, lost: Sequence[BaseException]) -> str:
             "loaded since"
         )
     return (
-        f"this ZenFlowAdamW takes over parameters of {others} from now on. {outcome}. To train with both, give each "
+        f"this optimizer takes over parameters of {others} from now on. {outcome}. To train with both, give each "
         "parameter to one of them; without this warning, call close() on the earlier one first"
     )
 

@@ -156,8 +156,8 @@ class ZenFlow(torch.optim.Optimizer):
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
 
-        The other entries raise when they are used: ``state_dict()`` makes them. To change it, change its
-        tensors and load it. After a write to any of ``state`` the next ``step()`` raises.
+        The other entries raise when they are used: ``state_dict()`` makes them. To change it, change its tensors
+        and load it. After a write to any of ``state`` the next ``step()`` raises.
         """
         if not self._lazy_engine.is_closed and not self._state_was_edited:  # else the next step says so
             self._show_steps()
@@ -470,23 +470,12 @@ class ZenFlowAdamW(ZenFlow):
         foreach, fused: keywords of ``torch.optim.AdamW``, without effect: updates are always fused.
         amsgrad, capturable, differentiable: keywords of ``torch.optim.AdamW``, accepted only with values that have no
             effect: False and None.
-        process_group: the ranks that train this model together, as a process group or a device mesh: gradients are
-            averaged over them, and each rank has its share of the state and of the updates of offloaded parameters.
-            The ranks of a machine, or of a row of a mesh of two dimensions, divide one copy; there is a copy for each.
-            All ranks make the same calls. False: this rank trains alone, or the loop averages gradients by itself
-            (DistributedDataParallel, ``all_reduce(p.grad)``). None: one process trains, or ``fully_shard`` has sharded
-            the model, which brings its ranks.
         config: a DeepSpeed configuration, as a path or a dict, for everything that the other arguments leave out; see
             :func:`~zenflow_compile.options.deepspeed.read_deepspeed_config`.
-        **options: where state lives and when it is updated; see :class:`~zenflow_compile.options.options.Options`
-            (``policy``, ``topk_ratio``, ``update_interval``, ``select_interval``, ``overlap_step``, ...).
+        process_group, **options: as in :class:`ZenFlow`.
 
     Raises:
-        ValueError: a value out of range, parameters on different devices, several ranks and no ``process_group``, a
-            group that does not hold this rank, or more host memory needed than there is. Nothing has been changed
-            then. Errors that only the first use can find raise there: ``policy="auto"`` where nothing fits, or an
-            unusable ``nvme_path``.
-        TypeError: an unknown option, or a complex or sparse parameter, or one of 8 bits that requires a gradient.
+        ValueError, TypeError: as in :class:`ZenFlow`.
     """
 
     def __init__(
@@ -513,7 +502,6 @@ class ZenFlowAdamW(ZenFlow):
             read = read_deepspeed_config(config, **passed, **options)
             numbers |= {name: read.pop(name) for name in numbers if name in read}
             options = read
-        self.rule: Rule = ADAMW
         switches = {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach}
         switches |= {"capturable": capturable, "differentiable": differentiable, "fused": fused}
         switches["decoupled_weight_decay"] = True  # of AdamW: PyTorch loads a state into groups of the same names

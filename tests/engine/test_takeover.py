@@ -38,7 +38,7 @@ from zenflow_compile.runtime import ops
 
 pytestmark = pytest.mark.timeout(60)
 
-TAKES_OVER = "this ZenFlowAdamW takes over parameters of an earlier one, which raises from now on"
+TAKES_OVER = "this optimizer takes over parameters of an earlier one, which raises from now on"
 HAS_ENDED = "this ZenFlowAdamW has ended: another one, created later, has taken"
 
 

@@ -37,7 +37,7 @@ class RMSprop(Rule):
 
 
 class MomentumRMSprop(RMSprop):
-    """Centered or not, with momentum."""
+    """With momentum."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**RMSprop.defaults, "momentum": 0.9}
     arrays: ClassVar[tuple[Array, ...]] = (Array("momentum_buffer"), *RMSprop.arrays)

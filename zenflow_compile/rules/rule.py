@@ -20,13 +20,11 @@ from typing import Any, ClassVar, NamedTuple
 from zenflow_compile.checks.validate import check_flag, check_number
 
 MOST_ARRAYS = 4
-"""Arrays of a rule's state, and values of its windows together; ``kMostValues`` in native/state_forms.h."""
+"""Arrays of a rule's state, and values of its windows together; ``kMostArrays`` in native/windows.h."""
 MOST_ROUNDED = 2
 """Arrays that may be stored in fewer bytes; ``kMostRounded`` there."""
 MOST_NUMBERS = 8
 """Numbers of ``accumulate``, and of ``apply``; ``kMostNumbers`` in native/windows.h."""
-
-
 LARGEST_NUMBER = 1e30
 """Largest lr, eps, weight_decay, and product of lr and weight_decay: sums over an update window, divided by a bias
 correction, stay in fp32's range."""
