@@ -472,7 +472,8 @@ class ZenFlowAdamW(ZenFlow):
             effect: False and None.
         config: a DeepSpeed configuration, as a path or a dict, for everything that the other arguments leave out; see
             :func:`~zenflow_compile.options.deepspeed.read_deepspeed_config`.
-        process_group, **options: as in :class:`ZenFlow`.
+        process_group: as in :class:`ZenFlow`.
+        **options: as in :class:`ZenFlow`.
 
     Raises:
         ValueError, TypeError: as in :class:`ZenFlow`.

@@ -95,13 +95,13 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     # An AdamW that loads and saves a state of ours casts all entries to the parameter's dtype.
     plans = [entry.get("plan") for entry in entries.values()]
     if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
-        entries = {index: _adamw_entries(engine, index, entry) for index, entry in entries.items()}
+        entries = {index: _updated_by_pytorch(engine, index, entry) for index, entry in entries.items()}
     elif _is_filled_in(entries):
         entries = {
             index: {name: entry[name] for name in of_pytorch if name in entry} for index, entry in entries.items()
         }
     if not any("plan" in entry for entry in entries.values()):
-        return _check_adamw(engine, entries, taken)
+        return _check_pytorch_state(engine, entries, taken)
     weights: dict[int, Tensor] = {}
     converted: set[int] = set()
     steps: set[int] = set()
@@ -220,8 +220,8 @@ def _is_filled_in(entries: Mapping[int, Mapping[str, Any]]) -> bool:
     return any(bool((step > 0).all()) for step, _ in known) and not any(bool(count.any()) for _, count in known)
 
 
-def _adamw_entries(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that torch.optim.AdamW has updated; the others are older.
+def _updated_by_pytorch(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that the optimizer of PyTorch has updated; the others are older.
 
     Raises:
         ValueError: an update window held gradients then, which AdamW has not applied.
@@ -241,8 +241,8 @@ def _entries_of_pytorch(engine: Engine) -> tuple[str, ...]:
     return "step", *(array.name for array in engine.registry.rule.arrays)
 
 
-def _check_adamw(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
-    """Check a state of torch.optim.AdamW. Its number of steps is that of the parameter with most gradients."""
+def _check_pytorch_state(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
+    """Check a state of PyTorch's optimizer. Its number of steps is that of the parameter with most gradients."""
     rule = engine.registry.rule
     kind = type(rule).__name__
     if missing := [name for name in rule.defaults if not all(name in group for group in taken)]:
