@@ -148,7 +148,7 @@ def test_full_queue_stops_no_step(measure: Measure, case: str, queue: int) -> No
 def test_work_per_gradient(measure: Measure) -> None:
     """Two kernels, one copy, three events that were there: what a gradient costs the threads that send it."""
     steps = measure("defaults")
-    kernels = {"_norms_and_split_kernel": 1, "_adam_columns_kernel": 1, "_place_slices_kernel": 1}
+    kernels = {"_norms_and_split_kernel": 1, "update_slices": 1, "_place_slices_kernel": 1}
     for name, most in kernels.items():
         assert count(steps.calls, "kernel", name) <= most * steps.gradients
     assert count(steps.calls, "kernel", "_norms_and_split_kernel") == steps.gradients

@@ -13,7 +13,7 @@ from zenflow_compile.planning.planners import ParamSpec, make_plan
 from zenflow_compile.rules.adamw import ADAMW, AdamW
 from zenflow_compile.rules.cpp import printed
 from zenflow_compile.rules.rule import Array, Rule
-from zenflow_compile.rules.tracing import OTHER_ENTRIES, trace
+from zenflow_compile.rules.tracing import OTHER_ENTRIES, Function, trace
 from zenflow_compile.runtime.checkpoint.format import layout
 
 
@@ -33,10 +33,14 @@ class Changed(AdamW):
         return own(weight, state, c) if own else super().apply(weight, state, c)
 
 
+def operations(function: Function) -> list[str]:
+    return [line.operation.translate(str.maketrans("", "", "{}(), ")) for line in function.lines]
+
+
 def test_adamw_has_fourteen_operations() -> None:
     traced = trace(ADAMW)
-    assert [line.operation for line in traced.accumulate.lines] == ["*", "*", "+", "*", "*", "*", "+"]
-    assert [line.operation for line in traced.apply.lines] == ["root", "/", "+", "*", "*", "/", "-"]
+    assert operations(traced.accumulate) == ["*", "*", "+", "*", "*", "*", "+"]
+    assert operations(traced.apply) == ["root", "/", "+", "*", "*", "/", "-"]
     assert traced.accumulate.results == ("v2", "v6")
     assert traced.accumulate.lines[0].arguments == ("c.beta1", "state.exp_avg")
 
@@ -84,7 +88,7 @@ def test_other_functions_are_refused(accumulate: Any, message: str) -> None:
 def test_division_of_a_number() -> None:
     """PyTorch makes a reciprocal of it."""
     rule = Changed(apply=lambda w, s, c: w - 2.0 / s.exp_avg_sq)
-    assert [line.operation for line in trace(rule).apply.lines] == ["/", "*", "-"]
+    assert operations(trace(rule).apply) == ["/", "*", "-"]
     assert "1.0f / values.at[1]" in printed(rule)
 
 

@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
-from tests.support.kernel_launches import Compiled, compile_for, record
+from tests.support.kernel_launches import Compiled, compile_for, record, update_of
+from zenflow_compile import rules
 
 # Of each thread. A multiprocessor has 65536, and a program 128 threads: 4, 6, 6, 6, 4, 5, 16 and 9 programs.
 REGISTERS = {
@@ -71,6 +72,21 @@ def test_machine_code(shape: tuple[int, int], dtype: torch.dtype, capability: in
     assert of_moments == {f"{kind}.global.{size}": 2 for kind in ("ld", "st") for size in ("v2.b32", "b8")}
     # Values follow scales in a block, so that their address is a multiple of 4 only.
     assert_wide(found["quantize"], "quantize", word_stores=2)
+
+
+@pytest.mark.matrix(3)
+@capabilities
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("name", [name for name in rules.__all__ if name not in ("Array", "Rule", "AdamW")])
+def test_machine_code_of_rules(name: str, moments: str, capability: int, compiler_cache: Path) -> None:
+    """A matrix of rows, whose weights lie together: as many programs fit on a multiprocessor as AdamW's in bf16."""
+    for dtype in (torch.bfloat16, torch.float32):
+        code = compile_for(update_of(getattr(rules, name)(), QWEN_GATE, dtype, moments), capability, compiler_cache)
+        assert code.stack_bytes <= 8, dtype
+        assert code.registers <= 112, dtype
+        assert not re.search(r"fma\.rn\.f32|div\.(?:full|approx)|sqrt\.approx", code.ptx), dtype
+        if moments != "fp8":
+            assert_wide(code, name)
 
 
 def assert_wide(code: Compiled, name: str, *, narrow_stores: int = 0, word_stores: int = 0) -> None:

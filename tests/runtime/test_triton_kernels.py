@@ -11,14 +11,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
+from tests.support.exact import Exact
+from tests.support.made_up_rules import RULES
+from zenflow_compile import rules
+from zenflow_compile.rules.rule import Rule, named
+from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_, window_numbers
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
+from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.state_forms import StateForm
 
@@ -158,10 +165,10 @@ def test_merge_writes_only_its_slices(dtype: torch.dtype, dim: int, fraction: fl
 @dtypes
 @scale_places
 @pytest.mark.parametrize("shape", [(7, 130), (70, 35)])
-def test_adam_columns(
+def test_update_slices(
     shape: tuple[int, int], scale_on_device: bool, dtype: torch.dtype, dim: int, fraction: float, device: str
 ) -> None:
-    from zenflow_compile.runtime.device_updates import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_updates
 
     coefficients = COEFFICIENTS._replace(grad_scale=grad_scale_of(0.3, scale_on_device, device))
     matrix = torch.randn(shape, device=device).to(dtype)
@@ -175,12 +182,95 @@ def test_adam_columns(
         gradient.normal_()
         update_window_(expected, [gradient], [COEFFICIENTS._replace(grad_scale=Number.known(0.3))], step=step)
         own = SliceState(matrix, dim, selection, gradient, state[0], tuple(state[1:]), step)
-        triton_kernels.adam_columns_(own, coefficients)
+        triton_updates.update_slices_(own, coefficients)
     for mine, theirs in zip(state, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=1e-7)
     slices, old = (matrix, before) if dim == 0 else (matrix.t(), before.t())
     assert torch.equal(slices[selection.selected.long()], cast(state[0], dtype))
     assert torch.equal(slices[selection.deferred.long()], old[selection.deferred.long()])
+
+
+EVERY_RULE = [
+    *(getattr(rules, name)() for name in rules.__all__ if name not in ("Array", "Rule")),
+    *RULES,
+]
+by_rule = pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: type(rule).__name__)
+
+
+@on_devices
+@by_rule
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
+def test_updates_have_the_bits_of_the_rule(rule: Rule, moments: str, device: str) -> None:
+    """Of its own functions, one rounding per operation, between the conversions of ``StateForm``."""
+    from zenflow_compile.runtime.device_updates import triton_updates
+
+    slices, length, step = 18, 70, 3
+    form = StateForm(moments=moments, length=length, arrays=rule.arrays)
+    drawn = [torch.rand(slices, length) if array.nonnegative else torch.randn(slices, length) for array in rule.arrays]
+    arrays = form.compress(*drawn, step=1)
+    gradient, weight = torch.randn(slices, length).bfloat16(), torch.randn(slices, length)
+    gradient[0], gradient[1, 0], gradient[2, 0] = 0.0, torch.nan, torch.inf
+    options = rule.options_of(dict(rule.numbers) | {"lr": 0.01})
+    coefficients = StepCoefficients(options, Number.known(-0.5), rule)
+    numbers = window_numbers([coefficients], step)
+    wide = [*form.expand(*arrays), *(torch.zeros_like(weight) for _ in rule.window)]
+    exact = [Exact(each.clone()) for each in (weight, gradient.float() * -0.5, *wide)]
+    values: Any = rule.accumulate(
+        exact[0],  # type: ignore[arg-type]
+        named(rule.values, exact[2:]),
+        exact[1],
+        named(rule.of_gradient, numbers.of_gradient[0]),
+    )
+    moved: Any = rule.apply(exact[0], named(rule.values, values), named(rule.of_window, numbers.of_window))
+    expected = form.compress(*(each.value for each in values[: len(rule.arrays)]), step=step)
+
+    matrix = torch.zeros(slices, length, dtype=torch.bfloat16, device=device)
+    mine = [each.clone().to(device) for each in (weight, *arrays)]
+    state = SliceState(matrix, 0, None, gradient.to(device), mine[0], tuple(mine[1:]), step, form)
+    triton_updates.update_slices_(state, coefficients)
+    for got, wanted in zip(mine, (moved.value, *expected), strict=True):
+        assert_same_bits(got.cpu(), wanted)
+    assert_same_bits(matrix.cpu(), cast(moved.value, torch.bfloat16))
+    assert not torch.equal(mine[0].cpu(), weight)
+
+
+@on_devices
+@by_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resident_parameters_of_any_rule_use_their_kernel(
+    dtype: torch.dtype, rule: Rule, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any shape; AdamW has PyTorch's kernel, and so have weights that are not contiguous operators."""
+    from zenflow_compile.runtime.device_updates import triton_updates
+
+    launched: list[int] = []
+    update = triton_updates.update_slices_
+    monkeypatch.setattr(
+        triton_updates, "update_slices_", lambda state, given: (launched.append(state.step), update(state, given))
+    )
+    shapes = [(), (5,), (3, 40), (2, 3, 4)]
+    start = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    start.append(torch.randn(6, 4, device=device).to(dtype).t())
+    coefficients = StepCoefficients(rule.options_of(dict(rule.numbers)), Number.known(0.5), rule)
+    found = []
+    for kernels in (None, triton_updates):
+        monkeypatch.setattr(column_ops, "_updates", lambda _, kernels=kernels: kernels)
+        resident, params = (
+            ResidentAdam(),
+            [Parameter(each.clone(memory_format=torch.preserve_format)) for each in start],
+        )
+        for param in params:
+            length = param[0].numel() if param.dim() > 1 else param.numel()
+            resident.forms[param] = StateForm(length=length, arrays=rule.arrays)
+        for step in range(2):
+            torch.manual_seed(step)
+            resident.update(params, [torch.randn_like(param) for param in params], coefficients)
+        found.append(params)
+    assert launched == ([] if rule.fused else [1, 1, 1, 1, 2, 2, 2, 2])
+    for mine, theirs in zip(*found, strict=True):
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.01, "atol": 1e-5}
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    assert not any(torch.equal(mine, before) for mine, before in zip(found[1][2:], start[2:], strict=True))
 
 
 def difficult_moments(k: int, length: int, device: str) -> tuple[Tensor, Tensor]:
@@ -206,7 +296,7 @@ def test_moments_in_fewer_bytes_have_the_same_bits(
     every: bool, shape: tuple[int, int], moments: str, dim: int, device: str
 ) -> None:
     """As the fp32 kernel, between the conversions of ``StateForm``."""
-    from zenflow_compile.runtime.device_updates import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_updates
 
     (slices, length), dtype = shape, torch.float32 if every else torch.bfloat16
     matrix = torch.randn(shape if dim == 0 else shape[::-1], device=device).to(dtype)
@@ -220,8 +310,8 @@ def test_moments_in_fewer_bytes_have_the_same_bits(
         mine = mine._replace(step=step)
         before = tuple(each.clone() for each in form.expand(*mine.arrays))
         plain = SliceState(matrix.clone(), dim, selection, mine.gradient, mine.master.clone(), before, step)
-        triton_kernels.adam_columns_(plain, COEFFICIENTS)
-        triton_kernels.adam_columns_(mine, COEFFICIENTS)
+        triton_updates.update_slices_(plain, COEFFICIENTS)
+        triton_updates.update_slices_(mine, COEFFICIENTS)
         expected = form.compress(*plain.arrays, step=step)
         assert_same_bits(mine.arrays[0], expected[0])
         assert_same_bits(mine.arrays[1], expected[1])
@@ -286,7 +376,7 @@ def test_infinite_factor_spoils_every_slice(device: str) -> None:
 
 @on_devices
 def test_empty_blocks_are_left_alone(device: str) -> None:
-    from zenflow_compile.runtime.device_updates import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 
     matrix = torch.ones(6, 5, device=device)
     everything = selection_of(6, 1.0, device)
@@ -294,14 +384,14 @@ def test_empty_blocks_are_left_alone(device: str) -> None:
     nothing = matrix.new_empty(0, 5)
     triton_kernels.quantize_slices_(nothing, nothing, 1.0, matrix.new_empty(0), nothing.to(torch.int8))
     none = selection_of(6, 0.0, device)
-    triton_kernels.adam_columns_(SliceState(matrix, 0, none, nothing, nothing, (nothing, nothing), 1), COEFFICIENTS)
+    triton_updates.update_slices_(SliceState(matrix, 0, none, nothing, nothing, (nothing, nothing), 1), COEFFICIENTS)
     assert matrix.eq(1.0).all()
 
 
 @on_devices
 @dims
 def test_results_are_reproducible(dim: int, device: str) -> None:
-    from zenflow_compile.runtime.device_updates import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 
     size = 1500 if device == "cuda" else 70
     matrix = torch.randn(size, size, device=device).bfloat16()
@@ -313,7 +403,7 @@ def test_results_are_reproducible(dim: int, device: str) -> None:
         weights = torch.ones_like(matrix)
         state = [torch.ones(blocks[0].shape, device=device) for _ in range(3)]
         own = SliceState(weights, dim, selection, blocks[0], state[0], tuple(state[1:]), 1)
-        triton_kernels.adam_columns_(own, COEFFICIENTS)
+        triton_updates.update_slices_(own, COEFFICIENTS)
         return [norms, *blocks, weights, *state]
 
     first = run()
@@ -323,7 +413,7 @@ def test_results_are_reproducible(dim: int, device: str) -> None:
 
 @on_devices
 def test_misfitting_state_is_refused(device: str) -> None:
-    from zenflow_compile.runtime.device_updates import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_updates
 
     matrix = torch.zeros(4, 6, device=device)
     good = torch.zeros(2, 4, device=device)
@@ -331,7 +421,7 @@ def test_misfitting_state_is_refused(device: str) -> None:
     for bad in (good.bfloat16(), torch.zeros(3, 4, device=device), torch.zeros(4, 2, device=device).t()):
         state = SliceState(matrix, 1, selection, good, good, (bad, good), 1)
         with pytest.raises(ValueError, match="exp_avg"):
-            triton_kernels.adam_columns_(state, COEFFICIENTS)
+            triton_updates.update_slices_(state, COEFFICIENTS)
 
 
 @pytest.mark.gpu
@@ -362,11 +452,12 @@ def test_more_elements_than_int32_holds(dim: int) -> None:
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @dims
 def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zenflow_compile.runtime.device_updates import triton_kernels
+    from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 
     ran: list[str] = []
-    for name in ("norms_and_split", "merge_columns", "adam_columns_", "quantize_slices_"):
+    for name in ("norms_and_split", "merge_columns", "quantize_slices_"):
         monkeypatch.setattr(triton_kernels, name, lambda *args, name=name, **keywords: ran.append(name))
+    monkeypatch.setattr(triton_updates, "update_slices_", lambda *_: ran.append("update_slices_"))
     matrix = torch.randn(8, 8, device="cuda")
     selection = selection_of(8, 0.5, "cuda")
     blocks = blocks_like(matrix, dim, selection)
@@ -376,7 +467,7 @@ def test_cuda_tensors_are_dispatched_to_triton(dim: int, monkeypatch: pytest.Mon
         [SliceState(matrix, dim, selection, blocks[0], blocks[0], (blocks[0], blocks[0]), 1)], COEFFICIENTS
     )
     column_ops.quantize_slices_(blocks[1], blocks[1].float(), 1.0, blocks[1][:, 0], blocks[1].to(torch.int8))
-    assert ran == ["norms_and_split", "merge_columns", "adam_columns_", "quantize_slices_"]
+    assert ran == ["norms_and_split", "merge_columns", "update_slices_", "quantize_slices_"]
 
 
 @pytest.mark.tier2  # nothing else computes with the kernels without a GPU

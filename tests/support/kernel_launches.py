@@ -19,10 +19,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
-from zenflow_compile.runtime.device_updates import triton_kernels
+from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
+from zenflow_compile.runtime.device_updates.triton_updates import kernel_of
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.state_forms import StateForm
 
@@ -103,12 +105,28 @@ def record(shape: tuple[int, int], dtype: torch.dtype, *, scale_on_device: bool)
             form = StateForm(moments=moments, length=length)
             state = [torch.empty(shape, dtype=dtype) for shape, dtype in form.tensors(k)]
             of_slices = SliceState(matrix, dim, selection, selected, state[0], tuple(state[1:]), 2, form)
-            triton_kernels.adam_columns_(of_slices, coefficients)
-            found[name] = recorders["_adam_columns_kernel"].only()
+            triton_updates.update_slices_(of_slices, coefficients)
+            found[name] = recorders["update_slices"].only()
         triton_kernels.quantize_slices_(deferred, residual, scale.for_kernels(), *scales_and_values(block))
         found["quantize"] = recorders["_quantize_slices_kernel"].only()
     assert not any(recorder.launches for recorder in recorders.values())
     return found
+
+
+def update_of(rule: Rule, shape: tuple[int, int], dtype: torch.dtype, moments: str) -> Launch:
+    """Record the update of a tenth of a matrix's slices by ``rule``."""
+    dim = 0 if shape[0] >= shape[1] else 1
+    slices, length = shape[dim], shape[1 - dim]
+    matrix = torch.empty(shape, dtype=dtype)
+    selection = Selection.of(torch.arange(0, slices, 10), slices, matrix.device)
+    form = StateForm(moments=moments, length=length, arrays=rule.arrays)
+    master, *arrays = (torch.empty(of, dtype=dtype) for of, dtype in form.tensors(len(selection.selected)))
+    gradient = matrix.new_empty(master.shape)
+    coefficients = StepCoefficients(rule.options_of(dict(rule.numbers)), Number.known(0.5), rule)
+    with recording() as recorders:
+        state = SliceState(matrix, dim, selection, gradient, master, tuple(arrays), 2, form)
+        triton_updates.update_slices_(state, coefficients)
+        return recorders["update_slices"].only()
 
 
 class Recorder:
@@ -127,6 +145,11 @@ class Recorder:
         options = {name: given.pop(name) for name in keywords.keys() - set(names)}
         self.launches.append(Launch(self._kernel, grid[0], given, options))
 
+    def of(self, rule: Rule) -> Recorder:
+        """In the place of ``kernel_of``."""
+        self._kernel = kernel_of(rule)
+        return self
+
     def only(self) -> Launch:
         (launch,) = self.launches
         self.launches.clear()
@@ -141,6 +164,8 @@ def recording() -> Iterator[dict[str, Recorder]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, recorder in recorders.items():
             patch.setattr(triton_kernels, name, recorder)
+        recorders["update_slices"] = Recorder(None)
+        patch.setattr(triton_updates, "kernel_of", recorders["update_slices"].of)
         yield recorders
 
 

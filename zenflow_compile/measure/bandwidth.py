@@ -143,7 +143,7 @@ def link_rates(device: torch.device, size_bytes: int, rounds: int) -> list[LinkR
 
 
 def device_rate(device: torch.device, rounds: int, slices: int | None = None, length: int = 4096) -> DeviceRate:
-    """Measure ``adam_columns_`` on a tenth of the columns of a bf16 matrix ``[length, slices]``.
+    """Measure ``update_slices_`` on a tenth of the columns of a bf16 matrix ``[length, slices]``.
 
     By default it is larger than a GPU's cache, and smaller where the device is the CPU.
     """

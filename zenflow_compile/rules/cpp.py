@@ -7,8 +7,6 @@ from functools import lru_cache
 from zenflow_compile.rules.rule import Rule
 from zenflow_compile.rules.tracing import Function, trace
 
-_INFIX = "+-*/"
-
 
 @lru_cache(maxsize=32)
 def printed(rule: Rule) -> str:
@@ -37,13 +35,13 @@ struct Rule {{
 // {", ".join(rule.of_gradient)}
 inline void accumulate(const Numbers& c, Floats weight, Floats gradient, Values<{len(rule.values)}>& values) {{
 {_body(traced.accumulate, values | gradient)}
-{_results(traced.accumulate, values | gradient)}
+  values = {{{{{traced.accumulate.results_as(values | gradient)}}}}};
 }}
 
 // {", ".join(rule.of_window)}
 inline Floats apply(const Numbers& c, Floats weight, const Values<{len(rule.values)}>& values) {{
 {_body(traced.apply, values | window)}
-  return {(values | window).get(traced.apply.results[0], traced.apply.results[0])};
+  return {traced.apply.results_as(values | window)};
 }}
 
 }}  // namespace zenflow
@@ -51,16 +49,5 @@ inline Floats apply(const Numbers& c, Floats weight, const Values<{len(rule.valu
 
 
 def _body(function: Function, names: dict[str, str]) -> str:
-    lines = []
-    for line in function.lines:
-        given = [names.get(each, each) if isinstance(each, str) else f"{each!r}f" for each in line.arguments]
-        infix = line.operation in _INFIX
-        value = f" {line.operation} ".join(given) if infix else f"{line.operation}({', '.join(given)})"
-        lines.append(f"  const Floats {line.name} = {value};")
-    return "\n".join(lines)
-
-
-def _results(function: Function, names: dict[str, str]) -> str:
-    """Assignments of all results at once: one may be another value's old one."""
-    made = ", ".join(names.get(each, each) for each in function.results)
-    return f"  values = {{{{{made}}}}};"
+    expressions = function.expressions(names, "{!r}f")
+    return "\n".join(f"  const Floats {name} = {value};" for name, value in expressions.items())

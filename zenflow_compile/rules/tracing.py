@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -15,20 +15,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from zenflow_compile.rules.rule import MOST_ARRAYS, MOST_NUMBERS, MOST_ROUNDED, Array, Rule, named
 
 _ATEN = torch.ops.aten
+_QUOTIENT = "{} / {}"
 OPERATIONS = {
-    _ATEN.add.Tensor: "+",
-    _ATEN.sub.Tensor: "-",
-    _ATEN.rsub.Scalar: "-",
-    _ATEN.mul.Tensor: "*",
-    _ATEN.div.Tensor: "/",
-    _ATEN.reciprocal.default: "/",
-    _ATEN.neg.default: "negative",
-    _ATEN.abs.default: "magnitude",
-    _ATEN.sign.default: "sign",
-    _ATEN.sqrt.default: "root",
-    _ATEN.maximum.default: "larger",
+    _ATEN.add.Tensor: "{} + {}",
+    _ATEN.sub.Tensor: "{} - {}",
+    _ATEN.rsub.Scalar: "{} - {}",
+    _ATEN.mul.Tensor: "{} * {}",
+    _ATEN.div.Tensor: _QUOTIENT,
+    _ATEN.reciprocal.default: _QUOTIENT,
+    _ATEN.neg.default: "negative({})",
+    _ATEN.abs.default: "magnitude({})",
+    _ATEN.sign.default: "sign({})",
+    _ATEN.sqrt.default: "root({})",
+    _ATEN.maximum.default: "larger({}, {})",
 }
-"""What a rule may compute with: each is exact, or rounded one time, wherever it runs."""
+"""What a rule may compute with, and how it is printed: each is exact, or rounded one time, wherever it runs."""
 _ALLOWED = ("+", "-", "*", "/", "abs", "sign", "sqrt", "maximum")
 OTHER_ENTRIES = re.compile(
     r"step|master|score|mask|selected_at|selecting_ranks|open|coefficients|window_sum|window\d+|scale\d+|residual"
@@ -38,9 +39,8 @@ OTHER_ENTRIES = re.compile(
 _ELEMENTS = 3  # of the tensors that are traced
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """``name = operation(arguments)``: names, or numbers as they were written."""
+class Line(NamedTuple):
+    """``name = operation(arguments)``: a form of ``OPERATIONS``; names, or numbers as they were written."""
 
     name: str
     operation: str
@@ -57,6 +57,17 @@ class Function:
     @property
     def reads_weight(self) -> bool:
         return "weight" in self.results or any("weight" in line.arguments for line in self.lines)
+
+    def expressions(self, names: Mapping[str, str], number: str, quotient: str = _QUOTIENT) -> dict[str, str]:
+        """The right side of each line, as text: with ``names`` for inputs, and ``number`` as the form of literals."""
+        found = {}
+        for name, operation, arguments in self.lines:
+            given = [names.get(each, each) if isinstance(each, str) else number.format(each) for each in arguments]
+            found[name] = (quotient if operation == _QUOTIENT else operation).format(*given)
+        return found
+
+    def results_as(self, names: Mapping[str, str]) -> str:
+        return ", ".join(names.get(each, each) for each in self.results)
 
 
 @dataclass(frozen=True, slots=True)

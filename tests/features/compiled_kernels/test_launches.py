@@ -15,11 +15,13 @@ pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
-from tests.support.kernel_launches import Launch, record, recording, specialized
+from tests.support.kernel_launches import Launch, record, recording, specialized, update_of
+from zenflow_compile import rules
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.planning.planners import ShardedBy, divide, empty_plan, shard_of
-from zenflow_compile.runtime.device_updates import triton_kernels
+from zenflow_compile.rules.rule import Rule
+from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.features.compiled_kernels import CompiledKernels
 from zenflow_compile.runtime.features.compiled_kernels.launches import launches_of
@@ -55,6 +57,17 @@ def test_launches_were_compiled_ahead(shape: tuple[int, int], dtype: torch.dtype
         assert (launch.kernel, specialized(launch)) in ahead, name
 
 
+@pytest.mark.parametrize(
+    "rule", [rules.Lion(), rules.PlainSGD(), rules.AdamWAMSGrad()], ids=lambda rule: type(rule).__name__
+)
+def test_updates_of_any_rule_were_compiled_ahead(rule: Rule) -> None:
+    for moments in ("fp32", "bf16", "fp8"):
+        plan = plan_of((256, 2048), rule=rule, moments=moments)
+        ahead = [(each.kernel, specialized(each)) for each in compiled_ahead(plan)]
+        launch = update_of(rule, (256, 2048), torch.bfloat16, moments)
+        assert (launch.kernel, specialized(launch)) in ahead, moments
+
+
 def shares(shape: tuple[int, int]) -> list[ParamPlan]:
     """Of the first of two ranks: that divide the parameter, and of a model whose rows are sharded."""
     whole = plan_of(shape)
@@ -67,7 +80,7 @@ def test_parts_of_ranks_are_compiled_as_they_are(shape: tuple[int, int]) -> None
     of_share, of_shard = shares(shape)
     for plan in (of_share, of_shard):
         launches = {each.kernel.fn.__name__: each for each in compiled_ahead(plan)}
-        split, adam = launches["_norms_and_split_kernel"], launches["_adam_columns_kernel"]
+        split, adam = launches["_norms_and_split_kernel"], launches["update_slices"]
         assert (split.arguments["slices"], split.arguments["length"]) == (plan.slices, plan.length)
         assert (adam.arguments["k"], adam.arguments["length"]) == (plan.k, plan.length)
     # A share of the gradient comes as a block, and its slices lie apart in the weight.
@@ -114,7 +127,7 @@ def test_failed_compilation_is_left_to_the_launch(monkeypatch: pytest.MonkeyPatc
     with recording() as recorders:
         feature.start()
         finish()
-        assert recorders["_adam_columns_kernel"].launches, "the others are compiled"
+        assert recorders["update_slices"].launches, "the others are compiled"
     assert seen == ["zenflow-compiler"]
 
 
@@ -147,7 +160,7 @@ def test_close_compiles_no_further_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         seen.append("split")
 
     monkeypatch.setattr(triton_kernels, "norms_and_split", split)
-    monkeypatch.setattr(triton_kernels, "adam_columns_", lambda *_, **__: seen.append("adam"))
+    monkeypatch.setattr(triton_updates, "update_slices_", lambda *_, **__: seen.append("adam"))
     feature = feature_of(plan_of((64, 32)))
     feature.start()
     begun.wait()

@@ -193,7 +193,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
         if index in engine.offloaded:
             entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
         elif (state := engine.registry.device_updated.state(index)) is not None:
-            entry["step"].copy_(engine.device_memory.read(state.step))
+            entry["step"].fill_(state.step)
         else:
             entry["step"].zero_()
         shown.append(ShownStep(param, entry["step"], entry["step"]._version))
@@ -296,12 +296,11 @@ def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
         return {"step": torch.zeros(()), **zeros, "master": param.to(device="cpu", dtype=dtype, copy=True)}
     read = engine.device_memory.read
     arrays = state.form.expand(*(read(each).cpu() for each in state.arrays))
-    found = {"step": read(state.step), **dict(zip(array_names(plan), arrays, strict=True))}
+    found = dict(zip(array_names(plan), arrays, strict=True))
     if state.master is not None:
         found["master"] = read(state.master)
-    return {
-        name: tensor.view(param.shape if tensor.dim() else ()).to("cpu", copy=True) for name, tensor in found.items()
-    }
+    of_arrays = {name: tensor.view(param.shape).to("cpu", copy=True) for name, tensor in found.items()}
+    return {"step": torch.tensor(float(state.step)), **of_arrays}
 
 
 def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) -> ResidentState | None:
@@ -312,8 +311,7 @@ def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) ->
     master = None
     if plan.dtype != state_dtype(plan):
         master = entry["master"] if "master" in entry else _flat_weight(engine, index).to(state_dtype(plan))
-    step = torch.tensor(float(entry["step"]), dtype=torch.float32)
-    return ResidentState([entry[name] for name in array_names(plan)], step, master)
+    return ResidentState([entry[name] for name in array_names(plan)], int(entry["step"]), master)
 
 
 # Offloaded parameters: saving.

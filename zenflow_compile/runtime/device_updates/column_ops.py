@@ -12,7 +12,7 @@ outside: gradients, and the parameter's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import TypeVar
@@ -97,13 +97,12 @@ def merge_columns(matrix: Tensor, dim: int, selection: Selection, values: Tensor
 def update_columns_(params: Sequence[SliceState], coefficients: StepCoefficients) -> None:
     """Do one step on the selected slices of parameters that share coefficients, and cast it into their matrices.
 
-    The result of one parameter does not depend on the others. AdamW has a Triton kernel, other rules have operators.
+    The result of one parameter does not depend on the others.
     """
     params = [each for each in params if each.gradient.numel()]
-    kernels = _kernels(params[0].matrix.device) if params and coefficients.rule.fused else None
-    if kernels is not None:
+    if params and (updates := _updates(params[0].matrix.device)) is not None:
         for each in params:
-            kernels.adam_columns_(each, coefficients)
+            updates.update_slices_(each, coefficients)
     else:
         reference_update_columns_(params, coefficients)
 
@@ -172,9 +171,7 @@ def _update_by_adamw(
     grads = [each.gradient.float() for each in batch]
     if coefficients.grad_scale.value != 1.0:
         grads = list(torch._foreach_mul(grads, coefficients.grad_scale.for_fp32()))
-    counts = {
-        step: torch.full((), float(step), device=batch[0].master.device) for step in {each.step for each in batch}
-    }
+    counts = step_counts([each.step for each in batch], batch[0].master.device)
     parts: list[tuple[Tensor, ...]] = []
     cuts: list[PaddedTail] = []
     for each, of_it, grad in zip(batch, wide, grads, strict=True):
@@ -189,6 +186,11 @@ def _update_by_adamw(
     fused_adamw_(parts, coefficients)
     for cut in cuts:
         cut.put_back(3)
+
+
+def step_counts(steps: Iterable[int], device: torch.device) -> dict[int, Tensor]:
+    """Numbers of gradients as the fused kernel takes them: f32[] on the parameters' device."""
+    return {step: torch.full((), float(step), device=device) for step in {*steps}}
 
 
 def fused_adamw_(parts: Sequence[tuple[Tensor, ...]], coefficients: StepCoefficients) -> None:
@@ -304,3 +306,18 @@ def _kernels(device: torch.device) -> ModuleType | None:
     from zenflow_compile.runtime.device_updates import triton_kernels
 
     return triton_kernels
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether ``update_columns_`` has a kernel there; it has operators else."""
+    return _updates(device) is not None
+
+
+@cache
+def _updates(device: torch.device) -> ModuleType | None:
+    """As ``_kernels``, for updates."""
+    if not device_of(device).has_triton:
+        return None
+    from zenflow_compile.runtime.device_updates import triton_updates
+
+    return triton_updates

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.number import Number
-from zenflow_compile.runtime.device_updates.column_ops import bounded_batches, fused_adamw_, update_columns_
+from zenflow_compile.runtime.device_updates.column_ops import (
+    bounded_batches,
+    fused_adamw_,
+    has_kernels,
+    step_counts,
+    update_columns_,
+)
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
@@ -28,15 +35,14 @@ class ResidentState:
     Attributes:
         arrays: of the rule, of the parameter's shape, fp32, or fp64 for fp64 weights; if ``form`` is not plain, one row
             per row of the parameter.
-        step: f32[], number of gradients in the moments; on the parameter's device, as the fused kernel requires, or on
-            the host for moments in fewer bytes.
+        step: number of gradients in the arrays.
         master: of the parameter's shape, fp32 or fp64; None for fp32 and fp64 weights.
         mark: the parameter after the engine's last write, if there is a master; None if unknown, as after loading.
         counter: the parameter's version counter, which other parameters may share.
     """
 
     arrays: Sequence[Tensor]
-    step: Tensor
+    step: int
     master: Tensor | None
     mark: WriteMark | None = None
     counter: VersionCounter = field(default_factory=VersionCounter)
@@ -56,7 +62,7 @@ class ResidentState:
             arrays = [torch.zeros(shape, dtype=of_array, device=param.device) for shape, of_array in stored]
         return cls(
             arrays=arrays,
-            step=torch.zeros((), dtype=torch.float32, device=param.device if form.plain else "cpu"),
+            step=0,
             master=param.detach().to(dtype, copy=True, memory_format=layout) if mastered else None,
             mark=counter.mark(param) if mastered else None,
             counter=counter,
@@ -64,10 +70,7 @@ class ResidentState:
         )
 
     def tensors(self) -> list[Tensor]:
-        return [*self.arrays, self.step, *([] if self.master is None else [self.master])]
-
-    def on_device(self) -> list[Tensor]:
-        return [each for each in self.tensors() if each is not self.step or self.form.plain]
+        return [*self.arrays, *([] if self.master is None else [self.master])]
 
     def reseed_master(self, param: Tensor) -> None:
         """Copy the weights into the master where they are not its cast: there was an external write."""
@@ -100,10 +103,10 @@ class ResidentState:
             # Where the checkpoint is: the device may have no room for fp32 arrays.
             rows = (each.float().reshape(-1, self.form.length) for each in arrays)
             arrays = self.form.compress(*rows)
-        loaded = [*arrays, state.step, *([] if state.master is None else [state.master])]
+        loaded = [*arrays, *([] if state.master is None else [state.master])]
         for target, source in zip(self.tensors(), loaded, strict=True):
             target.copy_(source)  # keeps the parameter's memory layout, which the fused kernel requires
-        self.mark = None
+        self.step, self.mark = state.step, None
 
 
 Update = tuple[Tensor, Tensor, ResidentState]
@@ -111,7 +114,7 @@ Update = tuple[Tensor, Tensor, ResidentState]
 
 
 class ResidentAdam:
-    """Updates of parameters and their gradients, for AdamW in one multi-tensor call.
+    """Updates of parameters and their gradients: for AdamW in one multi-tensor call, else one by one.
 
     Attributes:
         states: made with a parameter's first gradient. A parameter without a gradient keeps its step count.
@@ -126,11 +129,11 @@ class ResidentAdam:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for state in self.states.values() for tensor in state.on_device())
+        return sum(tensor.nbytes for state in self.states.values() for tensor in state.tensors())
 
     def list_memory(self, found: MemoryList) -> None:
         for state in self.states.values():
-            found.content(*state.on_device())
+            found.content(*state.tensors())
 
     @torch.no_grad()
     def update(self, params: Sequence[Parameter], grads: Sequence[Tensor], coefficients: StepCoefficients) -> None:
@@ -160,9 +163,26 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients) 
     for param, _, state in updates:
         if state.master is not None and state.counter.written_since(param, state.mark):
             state.reseed_master(param)
-    _update_rows([update for update in updates if not update[2].form.plain], coefficients)
-    _update_whole([update for update in updates if update[2].form.plain], coefficients)
+    by_rows: list[Update] = []
+    whole: list[Update] = []
+    for update in updates:
+        update[2].step += 1
+        (by_rows if _by_rows(update, coefficients.rule) else whole).append(update)
+    _update_rows(by_rows, coefficients)
+    _update_whole(whole, coefficients)
     bump_versions([param for param, _, _ in updates], [state.counter for _, _, state in updates])
+
+
+def _by_rows(update: Update, rule: Rule) -> bool:
+    """Whether an update is one of slices: its state has rows, or the device has a kernel for slices alone."""
+    param, _, state = update
+    if rule.fused or not state.form.plain:
+        return not state.form.plain
+    return (
+        has_kernels(param.device)
+        and _state_dtype(param) == torch.float32
+        and all(each.is_contiguous() for each in (param, *state.tensors()))
+    )
 
 
 def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
@@ -172,13 +192,12 @@ def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients) -> N
     weights = [param.data.contiguous() for param, _, _ in updates]  # of contiguous ones, the parameter's own memory
     rows = []
     for weight, (_, grad, state) in zip(weights, updates, strict=True):
-        state.step += 1
         shape = (-1, state.form.length)
         matrix = weight.view(shape)
         master = matrix if state.master is None else state.master.view(shape)
         gradient = grad.detach().contiguous().view(shape)
-        step = int(state.step)
-        rows.append(SliceState(matrix, 0, None, gradient, master, tuple(state.arrays), step, state.form))
+        arrays = [each.view(shape) for each in state.arrays] if state.form.plain else state.arrays
+        rows.append(SliceState(matrix, 0, None, gradient, master, tuple(arrays), state.step, state.form))
     update_columns_(rows, coefficients)
     for weight, (param, _, _) in zip(weights, updates, strict=True):
         if not param.is_contiguous():
@@ -203,15 +222,15 @@ def _update(batch: Sequence[Update], coefficients: StepCoefficients) -> None:
     grads = [_as_kernel_reads(grad, weight) for (_, grad, _), weight in zip(batch, weights, strict=True)]
     if coefficients.grad_scale.value != 1.0:
         grads = list(torch._foreach_mul(grads, coefficients.grad_scale.for_fp32()))
-    torch._foreach_add_([state.step for state in states], 1.0)
     by_kernel = coefficients.rule.fused
     fused = [i for i, state in enumerate(states) if by_kernel and weights[i].stride() == state.arrays[0].stride()]
     if fused:
-        fused_adamw_([(weights[i], *states[i].arrays, grads[i], states[i].step) for i in fused], coefficients)
+        counts = step_counts([states[i].step for i in fused], weights[0].device)
+        fused_adamw_([(weights[i], *states[i].arrays, grads[i], counts[states[i].step]) for i in fused], coefficients)
     for i in sorted(set(range(len(batch))) - set(fused)):
         # The fused kernel runs over memory, not over elements: it cannot update a view with holes or overlaps.
         state, plain = states[i], coefficients._replace(grad_scale=Number.known(1.0))
-        update_window_((weights[i], *state.arrays), [grads[i]], [plain], step=int(state.step))
+        update_window_((weights[i], *state.arrays), [grads[i]], [plain], step=state.step)
     cast = [(param.data, state.master) for param, _, state in batch if state.master is not None]
     if cast:
         torch._foreach_copy_([param for param, _ in cast], [master for _, master in cast])

@@ -59,8 +59,8 @@ class StreamedParam:
     """One parameter of a subgroup.
 
     Attributes:
-        state: in host memory, except ``step``, which is where :class:`ResidentState` has it.
-        offsets: of the state's tensors in the subgroup's memory, in fp32 elements; without ``step``.
+        state: in host memory.
+        offsets: of the state's tensors in the subgroup's memory, in fp32 elements.
         ever_updated: the parameter had a gradient: before that there is no state to save.
     """
 
@@ -85,7 +85,7 @@ class StreamedParam:
         return grad if grad is None or self.plan.flat is None else self.plan.flat.view(grad.detach())
 
     def state_in(self, memory: Tensor) -> ResidentState:
-        """View the state in ``memory``, f32[elements of the subgroup]; ``step`` is shared with ``state``."""
+        """View the state in ``memory``, f32[elements of the subgroup]."""
         parts = []
         for first, (shape, dtype) in zip(self.offsets, _state_tensors(self.plan), strict=True):
             size = math.prod(shape)
@@ -120,12 +120,12 @@ class StreamedGroup:
         return any(each.has_gradient for each in self.params)
 
     def states_in(self, buffer: StreamBuffer) -> list[ResidentState]:
-        """View the states of all parameters in ``buffer``, with their write marks."""
+        """View the states of all parameters in ``buffer``, with their steps and write marks."""
         views = self.views.get(id(buffer))
         if views is None:  # cached: a view costs several operators, and there are few buffers
             views = self.views[id(buffer)] = [each.state_in(buffer.tensor) for each in self.params]
         for view, each in zip(views, self.params, strict=True):
-            view.mark = each.state.mark
+            view.step, view.mark = each.state.step, each.state.mark
         return views
 
 
@@ -168,8 +168,7 @@ class StreamedAdam:
                 offsets = tuple(first + before for before in [*accumulate(sizes, initial=0)][:-1])
                 first += sum(sizes)
                 form = StateForm.of_whole(plan)
-                step = torch.zeros((), dtype=torch.float32, device=self._device if form.plain else "cpu")
-                state = ResidentState((), step, None, form=form)  # its tensors are the views below
+                state = ResidentState((), 0, None, form=form)  # its tensors are the views below
                 made = StreamedParam(plan, param, state, offsets)
                 made.state = made.state_in(host)
                 params.append(made)
@@ -200,16 +199,12 @@ class StreamedAdam:
 
     @property
     def device_bytes(self) -> int:
-        return sum(buffer.tensor.nbytes for buffer in self.buffers) + FP32_BYTES * len(self._steps_on_device)
+        return sum(buffer.tensor.nbytes for buffer in self.buffers)
 
     def list_memory(self, found: MemoryList) -> None:
         loaded = [each.buffer.tensor for each in self.loaded.values()]
-        found.content(*loaded, *self._steps_on_device)
+        found.content(*loaded)
         found.scratch(*(buffer.tensor for buffer in self.buffers))
-
-    @property
-    def _steps_on_device(self) -> list[Tensor]:
-        return [each.state.step for each in self.params.values() if each.state.form.plain]
 
     # Updates.
 
@@ -278,7 +273,7 @@ class StreamedAdam:
         for coefficients, updates in together.items():
             update_on_device(updates, coefficients)
         for each, state in zip(subgroup.params, states, strict=True):
-            each.state.mark = state.mark
+            each.state.step, each.state.mark = state.step, state.mark
         self._write_backs += 1
         block = buffer.tensor[: subgroup.host.numel()]
         ticket = self._to_host.submit(subgroup.host, block, step=self._recorder.step, param=subgroup.name, kind="state")
@@ -327,7 +322,7 @@ class StreamedAdam:
             return
         for tensor in own.tensors():
             tensor.zero_()
-        own.mark = None
+        own.step, own.mark = 0, None
 
     def _tickets(self) -> Iterator[Ticket]:
         for loaded in self.loaded.values():

@@ -13,7 +13,7 @@ import torch
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
-from zenflow_compile.runtime.device_updates import triton_kernels
+from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.host.host_adam import scales_and_values
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -41,10 +41,11 @@ def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[],
     states = [SliceState(matrix, dim, selection, *rows)]
     if host_weights:  # what is cast goes where the gradient was
         states.append(SliceState(device.gradient, 0, None, *rows))
-    for factor in factors if plan.rule.fused else ():
-        coefficients = StepCoefficients.known(1.0, 0.9, 0.999, 0.0)._replace(grad_scale=factor)
+    options = plan.rule.options_of(dict(plan.rule.numbers))
+    for factor in factors:
+        coefficients = StepCoefficients(options, factor, plan.rule)
         for state in states:
-            yield partial(triton_kernels.adam_columns_, state, coefficients)
+            yield partial(triton_updates.update_slices_, state, coefficients)
     if plan.compressed:
         lost = deferred if plan.dtype == torch.float32 else deferred.bfloat16()
         scales, values = scales_and_values(torch.empty(plan.gradient_buffers.shape, dtype=torch.int8, device=_META))
