@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.aten_updates import aten_update
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host.host_adam import WindowUpdate
+from zenflow_compile.runtime.host.host_kernel import WindowUpdate
 from zenflow_compile.runtime.host.workers import Job, Work, bounds_of
 from zenflow_compile.runtime.parameters.host_state import UpdateWork
 

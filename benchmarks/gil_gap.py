@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common import Spread, Target, option_parser, write_results
-from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 TARGET_MS = 5.0
 
@@ -40,7 +40,7 @@ class Gap(NamedTuple):
     update_alone: float
 
 
-def measure(adam: HostAdam, numel: int, slots: int, dtype: torch.dtype = torch.bfloat16) -> Gap:
+def measure(adam: HostKernel, numel: int, slots: int, dtype: torch.dtype = torch.bfloat16) -> Gap:
     """Gaps of the calling thread while another thread runs one update of ``numel`` parameters."""
     state = [torch.zeros(numel) for _ in range(3)]
     out = torch.zeros(numel, dtype=dtype)
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="updates next to a spinning thread (default 5)")
     options = parser.parse_args(arguments)
     numel = round(options.params * 1e6)
-    adam = HostAdam(torch.bfloat16, torch.bfloat16, options.slots)
+    adam = HostKernel(torch.bfloat16, torch.bfloat16, options.slots)
     gaps = [measure(adam, numel, options.slots) for _ in range(options.repeats)]
     spreads = {name: Spread.of([getattr(gap, name) for gap in gaps]) for name in Gap._fields}
     longest = max(gap.gap for gap in gaps)

@@ -35,9 +35,9 @@ from torch import Tensor
 from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
 from benchmarks.systems.memory import COPY_BYTES_PER_ELEMENT, PinnedThreads
 from benchmarks.systems.process import DEEPSPEED_PYTHON, Worker, WorkerError, must_exist
-from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TASK = 2**20
@@ -73,7 +73,7 @@ class Window:
 
     def host_adam(self, name: str) -> Callable[[slice], None]:
         """This project's kernel of that name."""
-        adam = HostAdam(self.dtype, self.dtype, self.slots)
+        adam = HostKernel(self.dtype, self.dtype, self.slots)
         form, out, state = self.form(name), self.out, self.state
         if not form.plain:
             out = self.out.clone()

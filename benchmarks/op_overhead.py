@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import zenflow_compile as zf
 from benchmarks.common import Spread, Target, option_parser, write_results
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentUpdates
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.step import schedule, slice_updates
 
@@ -43,7 +43,7 @@ NODES = {
 ENTRIES = {**NODES, "accept_grad": "intake", "end_backward": "intake"}  # hooks and callbacks of autograd, too
 OPERATORS = (
     (column_ops, "norms_and_split"), (column_ops, "update_columns_"), (column_ops, "merge_columns"),
-    (ResidentAdam, "update"), (slice_updates, "feed_scores"),
+    (ResidentUpdates, "update"), (slice_updates, "feed_scores"),
     (schedule, "count_leaving"), (DeviceState, "best_slices"), (DeviceState, "better_slices"),
 )  # fmt: skip
 _OPERATOR_NAMES = frozenset(name for _, name in OPERATORS)

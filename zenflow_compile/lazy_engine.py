@@ -29,7 +29,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.forked_engine import ForkedEngine
 from zenflow_compile.runtime.host.cores import LocalRanks, local_ranks, note_local_ranks
-from zenflow_compile.runtime.host.host_adam import check_native_code
+from zenflow_compile.runtime.host.host_kernel import check_native_code
 from zenflow_compile.runtime.nvme.state_file import existing_directory
 from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of, worker_cores
 from zenflow_compile.runtime.parameters.claim import Claim

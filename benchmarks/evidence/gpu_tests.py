@@ -13,7 +13,7 @@ from zenflow_compile.runtime.host.cores import physical_cores
 
 TRAINING = ("gpu/test_training.py", "gpu/test_readback.py", "gpu/test_state_forms.py")
 WEIGHTS = ("gpu/test_weights.py", "gpu/test_offload_all.py")
-KERNELS = ("runtime/test_triton_kernels.py", "runtime/test_selection_groups.py", "runtime/test_resident_adam.py")
+KERNELS = ("runtime/test_triton_kernels.py", "runtime/test_selection_groups.py", "runtime/test_resident_updates.py")
 OTHERS = (
     "gpu/test_device_error.py",
     "runtime/test_registry.py",

@@ -19,7 +19,7 @@ from tests.support.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, a
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device import staging_ring
-from zenflow_compile.runtime.device_updates import streamed_adam
+from zenflow_compile.runtime.device_updates import streamed_updates
 from zenflow_compile.runtime.errors import refuse_threads
 from zenflow_compile.runtime.host import arena, workers
 from zenflow_compile.runtime.parameters import allocation, capacity, claim, device_state, host_state
@@ -58,9 +58,9 @@ CALLS: list[tuple[Any, str, Callable[[str], Exception]]] = [
     (device_state.DeviceState, "allocate", memory_error),
     (host_state.HostState, "allocate", memory_error),
     (staging_ring.StagingRing, "fit", memory_error),
-    (streamed_adam.StreamedAdam, "fit", memory_error),
-    (streamed_adam.StreamedAdam, "make", memory_error),
-    (allocation, "HostAdam", memory_error),
+    (streamed_updates.StreamedUpdates, "fit", memory_error),
+    (streamed_updates.StreamedUpdates, "make", memory_error),
+    (allocation, "HostKernel", memory_error),
     (allocation, "make_flags", memory_error),
     (capacity, "require_host_memory", memory_error),
     (claim, "listen_to_grad", memory_error),

@@ -16,7 +16,7 @@ from tests.support.training import ADAM, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, take_s
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
 from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.host_kernel import scales_and_values
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 
 STEPS = 44

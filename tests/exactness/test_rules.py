@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import zenflow_compile as zf
 from zenflow_compile import rules
 from zenflow_compile.rules import Array, Rule
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 OFFLOAD = {"min_offload_size": 1}
 POLICIES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import torch
 
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_kernel import HostKernel
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -45,7 +45,7 @@ def test_host_rates_count_bytes_read_and_written() -> None:
 
 
 def test_each_thread_works_on_its_own_part() -> None:
-    host = bandwidth.HostMemory(SMALL, 3, HostAdam(torch.bfloat16, torch.bfloat16, bandwidth.WINDOW_GRADIENTS))
+    host = bandwidth.HostMemory(SMALL, 3, HostKernel(torch.bfloat16, torch.bfloat16, bandwidth.WINDOW_GRADIENTS))
     assert host.elements % 192 == 0
     assert 0 < host.elements * 22 <= SMALL
     for index in range(3):

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor
 
 from tests.support.expanded import expanded
 from zenflow_compile.native import build
-from zenflow_compile.native.library import UpdateWindow, library
+from zenflow_compile.native.library import library
 from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.rules.cpp import printed
-from zenflow_compile.runtime.adam_rule import StepCoefficients, window_numbers
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, scales_and_values
+from zenflow_compile.runtime.host import host_kernel
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate, scales_and_values
+from zenflow_compile.runtime.update_rule import StepCoefficients, window_numbers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, -1e-42, 3e38, -3e38, 65504.0, 1e-7, 1e5)
@@ -81,7 +81,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def check(update: WindowUpdate, gradient_dtype: torch.dtype, cuts: tuple[int, ...] = ()) -> None:
-    kernel = HostAdam(gradient_dtype, update.out.dtype, len(update.gradients))
+    kernel = HostKernel(gradient_dtype, update.out.dtype, len(update.gradients))
     expected = formula(update)
     ends = (0, *cuts, update.out.numel())
     for begin, end in itertools.pairwise(ends):
@@ -120,22 +120,20 @@ def test_chained_windows_have_the_bits_of_the_formula() -> None:
 def test_neighbors_are_left_alone() -> None:
     update = update_of(300, 2, torch.float32, torch.bfloat16)
     before = [each.clone() for each in (*update.state, update.out)]
-    HostAdam(torch.float32, torch.bfloat16, 2)(update, slice(33, 200))
+    HostKernel(torch.float32, torch.bfloat16, 2)(update, slice(33, 200))
     for old, new in zip(before, (*update.state, update.out), strict=True):
         assert same(new[:33], old[:33])
         assert same(new[200:], old[200:])
 
 
 @contextmanager
-def compiled_for(flags: tuple[str, ...], folder: Path) -> Iterator[Any]:
-    """The library for another CPU than this one."""
+def compiled_for(flags: tuple[str, ...], folder: Path) -> Iterator[int | None]:
+    """The update of the library for another CPU than this one."""
     command = ["g++", *(flag for flag in build.FLAGS if flag != "-march=native"), *flags]
     path = folder / "other.so"
     (folder / "printed_rule.h").write_text(printed(ADAMW))
     subprocess.run([*command, f"-I{folder}", str(build.SOURCES / "host_rule.cpp"), "-o", str(path)], check=True)
-    loaded = ctypes.CDLL(str(path))
-    loaded.zenflow_update.argtypes = (ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)
-    yield loaded.zenflow_update
+    yield ctypes.cast(ctypes.CDLL(str(path)).zenflow_update, ctypes.c_void_p).value
 
 
 @pytest.mark.parametrize("cpu", ["x86-64", "x86-64-v3", "x86-64-v4"])
@@ -147,8 +145,8 @@ def test_other_cpus_have_the_same_bits(cpu: str, tmp_path: Path, monkeypatch: py
         for dtype in (*DTYPES, torch.int8):
             out_dtype, length = (torch.bfloat16, 100) if dtype == torch.int8 else (dtype, 0)
             update = update_of(4100, 3, dtype, out_dtype, length)
-            kernel = HostAdam(dtype, out_dtype, 3)
-            monkeypatch.setattr(kernel, "_run", lambda _: other)
+            kernel = HostKernel(dtype, out_dtype, 3)
+            monkeypatch.setattr(host_kernel, "rule_address", lambda _: other)
             expected = formula(update)
             kernel(update, slice(0, 4100))
             assert all(same(*pair) for pair in zip((*update.state, update.out), expected, strict=True))
@@ -160,8 +158,8 @@ def test_contraction_would_change_bits(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.skip("this CPU has no fused multiply and add")
     with compiled_for(("-march=native", "-ffp-contract=fast"), tmp_path) as other:
         update = update_of(4101, 3, torch.float32, torch.float32)
-        kernel = HostAdam(torch.float32, torch.float32, 3)
-        monkeypatch.setattr(kernel, "_run", lambda _: other)
+        kernel = HostKernel(torch.float32, torch.float32, 3)
+        monkeypatch.setattr(host_kernel, "rule_address", lambda _: other)
         expected = formula(update)
         kernel(update, slice(0, 4101))
         assert not same(update.state[1], expected[1])

@@ -15,10 +15,10 @@ from zenflow_compile.planning.cached_state import (
     weight_window_bytes,
 )
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState
 from zenflow_compile.runtime.gradients.pending_gradient import Residual, Scales, WindowSum
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.state_forms import StateForm
@@ -79,7 +79,7 @@ def test_host_bytes_per_parameter() -> None:
 def test_runtime_allocates_the_planned_bytes(dtype: torch.dtype, sizes: dict[str, int]) -> None:
     plan = split(dtype, **sizes)
     arena = HostArena(HostState.arena_bytes(plan))
-    kernel = HostAdam(plan.gradient_buffers.dtype, dtype, plan.gradient_buffers.count)
+    kernel = HostKernel(plan.gradient_buffers.dtype, dtype, plan.gradient_buffers.count)
     host = HostState.allocate(plan, arena, kernel, ctypes.c_void_p())
     tensors = [*host.state(), *host.gradients, *[each.content() for each in host.uploads]]
     assert sum(tensor.nbytes for tensor in tensors) == plan.host_bytes

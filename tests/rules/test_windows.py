@@ -9,8 +9,8 @@ import torch
 
 from zenflow_compile import rules
 from zenflow_compile.rules import Rule
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 GRADIENTS = (0.5, -2.0, 0.25)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.support.expanded import expanded
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device_updates import column_ops
 from zenflow_compile.runtime.gradients.pending_gradient import Residual
-from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.host_kernel import scales_and_values
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 REST, LENGTH = 24, 10
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

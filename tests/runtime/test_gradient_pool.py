@@ -16,16 +16,16 @@ from tests.support.copies import Copies
 from tests.support.gated_jobs import HeldJob
 from tests.support.training import Training
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Users
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters import flushed_updates
 from zenflow_compile.runtime.parameters.allocation import allocate_pools, connect, pools_arena_bytes
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +46,7 @@ def hosts_of(*, in_place: bool) -> tuple[HostState, HostState]:
     WORKERS.start()
     pool = plans(in_place=in_place)
     arena = HostArena(sum(map(HostState.arena_bytes, pool)) + pools_arena_bytes(pool))
-    kernel = HostAdam(torch.float32, torch.float32, 2)
+    kernel = HostKernel(torch.float32, torch.float32, 2)
     buffers = allocate_pools(pool, arena)
     hosts = [HostState.allocate(plan, arena, kernel, WORKERS.handle, gradients=buffers[plan.index]) for plan in pool]
     connect(dict(enumerate(hosts)))

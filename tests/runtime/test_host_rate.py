@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.host.workers import Job, Workers
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step import host_rate as measuring
@@ -39,7 +39,7 @@ def test_host_rate_uses_the_kernel_on_all_workers(
     monkeypatch.setattr(Workers, "submit", watched)
     pool = Workers(workers, Recorder())
     try:
-        assert host_rate(HostAdam(torch.bfloat16, torch.bfloat16, 4), PLAN, pool) > 0
+        assert host_rate(HostKernel(torch.bfloat16, torch.bfloat16, 4), PLAN, pool) > 0
     finally:
         pool.close()
     tasks = rounds * workers

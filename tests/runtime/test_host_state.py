@@ -13,15 +13,15 @@ from torch import Tensor
 
 from tests.support.coefficients import with_lr
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.host_adam import HostAdam, scales_and_values
+from zenflow_compile.runtime.host.host_kernel import HostKernel, scales_and_values
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters import host_state
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.recorder import Recorder
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +46,7 @@ WORKERS = Workers(2, Recorder())
 
 def host_of(plan: ParamPlan = PLAN, workers: int = 1) -> HostState:
     WORKERS.start()
-    kernel = HostAdam(plan.gradient_buffers.dtype, plan.dtype, plan.gradient_buffers.count)
+    kernel = HostKernel(plan.gradient_buffers.dtype, plan.dtype, plan.gradient_buffers.count)
     return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, WORKERS.handle, workers)
 
 

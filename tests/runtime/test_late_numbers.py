@@ -17,7 +17,6 @@ from torch.nn.utils import clip_grad_norm_
 from tests.support.late_device import LateDevice, served
 from tests.support.training import ENTRIES, ENTRY_IDS, Training
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
 from zenflow_compile.runtime.gradients.factors import Factors, multiply_
@@ -25,6 +24,7 @@ from zenflow_compile.runtime.gradients.pending_gradient import Scales, WindowSum
 from zenflow_compile.runtime.parameters.device_state import DeviceState, feed_scores
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step.run_ahead import STEP_BEFORE_LAST, RunAhead
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -24,7 +24,7 @@ from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, reselect
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.host.state_store import InMemory
 from zenflow_compile.runtime.host.workers import Job, Workers
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
@@ -126,7 +126,7 @@ class Sides:
         self.plan = plan
         self.device = DeviceState.allocate(plan, CPU)
         self.device.selection = shuffled_selection(plan.k, plan.slices)
-        kernel = HostAdam(plan.dtype, plan.dtype, plan.interval)
+        kernel = HostKernel(plan.dtype, plan.dtype, plan.interval)
         self.host = HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, ctypes.c_void_p())
         for tensor in self.tensors():
             tensor.view(torch.int32).random_(-(2**31), 2**31 - 1)  # any bits: NaN, too
@@ -294,7 +294,7 @@ class StoredSides:
         torch.manual_seed(0)
         self.device = DeviceState.allocate(self.plan, CPU)
         self.device.selection = shuffled_selection(5, 14)
-        kernel = HostAdam(torch.bfloat16, torch.bfloat16, 2)
+        kernel = HostKernel(torch.bfloat16, torch.bfloat16, 2)
         arena = HostArena(HostState.arena_bytes(self.plan))
         self.host = HostState.allocate(self.plan, arena, kernel, ctypes.c_void_p())
         self.device.rows.write([torch.randn(5, length), torch.randn(5, length), torch.rand(5, length) ** 4])

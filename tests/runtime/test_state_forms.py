@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.support.edge_floats import edge_floats, same_bits
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime import state_forms
-from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 SLICES = 12
 LENGTHS = (128, 200, 333)  # whole quantization blocks, and partial ones
@@ -61,7 +61,7 @@ def stored(form: StateForm, state: State, step: int = 3) -> StateRows:
 def update(rows: StateRows, cuts: tuple[int, ...] = ()) -> Tensor:
     """Apply a window of two bf16 gradients, in parts of whole slices; returns the new weights."""
     form = rows.form
-    adam = HostAdam(torch.bfloat16, torch.bfloat16, 2)
+    adam = HostKernel(torch.bfloat16, torch.bfloat16, 2)
     out = torch.zeros(SLICES, form.length, dtype=torch.bfloat16) if rows.weights is None else rows.weights
     generator = torch.Generator().manual_seed(9)
     gradients = [1e-3 * torch.randn(SLICES * form.length, generator=generator).bfloat16() for _ in COEFFICIENTS]

@@ -22,12 +22,12 @@ from tests.support.exact import Exact
 from tests.support.made_up_rules import RULES
 from zenflow_compile import rules
 from zenflow_compile.rules.rule import Rule, named
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_, window_numbers
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentUpdates
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_, window_numbers
 
 pytest.importorskip("triton", reason="needs Triton, whose wheels are for Linux")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -256,7 +256,7 @@ def test_resident_parameters_of_any_rule_use_their_kernel(
     for kernels in (None, triton_updates):
         monkeypatch.setattr(column_ops, "_updates", lambda _, kernels=kernels: kernels)
         resident, params = (
-            ResidentAdam(),
+            ResidentUpdates(),
             [Parameter(each.clone(memory_format=torch.preserve_format)) for each in start],
         )
         for param in params:

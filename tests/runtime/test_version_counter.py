@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentUpdates
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions, counters_of
+from zenflow_compile.runtime.update_rule import StepCoefficients
 from zenflow_compile.torch_internals import torch_private
 
 COEFFICIENTS = StepCoefficients.known(lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.01)
@@ -82,7 +82,7 @@ def test_resident_update_counts_its_bumps() -> None:
     with_holes = nn.Parameter(flat[:, :2]), nn.Parameter(flat[:, 3:])  # not updated by the fused kernel
     for params in (halves(torch.float32), halves(torch.bfloat16), with_holes):
         counters = counters_of(params)
-        optimizer = ResidentAdam()
+        optimizer = ResidentUpdates()
         optimizer.counters.update(zip(params, counters, strict=True))
         before: list[int] = [counters[0].external_bumps(param) for param in params]
         grads: list[Tensor] = [torch.ones_like(param) for param in params]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.gradients.pending_gradient import Scales, WindowSum
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 SHAPE = (24, 8)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

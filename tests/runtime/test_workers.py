@@ -400,12 +400,12 @@ def test_refused_threads_fail_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_denormals_ignore_the_starting_thread() -> None:
     """A thread inherits the mode of the one that starts it; results would depend on when the first job was."""
-    from zenflow_compile.runtime.adam_rule import StepCoefficients
-    from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+    from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate
     from zenflow_compile.runtime.parameters.host_state import UpdateWork, WindowAddresses
+    from zenflow_compile.runtime.update_rule import StepCoefficients
 
     def moments(*, flush: bool) -> torch.Tensor:
-        kernel = HostAdam(torch.float32, torch.float32, 1)
+        kernel = HostKernel(torch.float32, torch.float32, 1)
         state = [torch.zeros(16), torch.full((16,), 1e-39), torch.zeros(16)]
         coefficients = [StepCoefficients.known(0.0, 0.5, 0.5, 0.0)]
         update = WindowUpdate(state, torch.zeros(16), [torch.zeros(16)], coefficients, 1)

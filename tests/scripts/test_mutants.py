@@ -107,7 +107,7 @@ def test_probes_tell_of_tests_and_their_children(tmp_path: Path) -> None:
 def test_tests_of_the_source_find_no_mutant() -> None:
     assert not counts("tests/structure/test_imports.py::test_one")
     assert not counts("tests/simulated/test_weights.py::test_hazard_is_found[name]")
-    assert counts("tests/runtime/test_host_adam.py::test_one")
+    assert counts("tests/runtime/test_host_kernel.py::test_one")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ PARAM = "parameters.offloaded_param:"
 PARTS = "parameters.gradient_parts:GradientParts."
 UPDATES = "parameters.flushed_updates:"
 HOST = "parameters.host_state:HostState."
-STREAMED = "device_updates.streamed_adam:StreamedAdam."
+STREAMED = "device_updates.streamed_updates:StreamedUpdates."
 EXCHANGE = "parameters.state_exchange:StateExchange."
 PENDING = "gradients.pending_gradient:PendingGradient."
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.native.library import DONE
-from zenflow_compile.runtime.adam_rule import PaddedTail, StepCoefficients
-from zenflow_compile.runtime.host.host_adam import WindowUpdate
+from zenflow_compile.runtime.host.host_kernel import WindowUpdate
 from zenflow_compile.runtime.host.workers import Job, Workers
 from zenflow_compile.runtime.parameters.host_state import UpdateWork
+from zenflow_compile.runtime.update_rule import PaddedTail, StepCoefficients
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 
 def with_lr(coefficients: StepCoefficients, lr: float) -> StepCoefficients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.host_kernel import scales_and_values
 
 
 @torch.no_grad()

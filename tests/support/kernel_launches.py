@@ -20,13 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from zenflow_compile.rules.rule import Rule
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.device_updates.triton_updates import kernel_of
-from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.host_kernel import scales_and_values
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _TYPES = {

@@ -27,7 +27,7 @@ from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cgroups import cpu_quota
 from zenflow_compile.runtime.host.cores import LocalRanks, last_level_cache_bytes, may_pin, physical_cores, worker_count
-from zenflow_compile.runtime.host.host_adam import check_native_code
+from zenflow_compile.runtime.host.host_kernel import check_native_code
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes, nodes_of_ranks
 from zenflow_compile.torch_internals import torch_private
 

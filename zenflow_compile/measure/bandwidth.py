@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.performance.hardware import Bandwidths
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, update_on_device
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, update_on_device
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState
 from zenflow_compile.runtime.host.arena import HostArena, available_host_memory, carved_bytes
 from zenflow_compile.runtime.host.cores import choose_cores, last_level_cache_bytes, physical_cores, run_pinned
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate
+from zenflow_compile.runtime.update_rule import StepCoefficients
 from zenflow_compile.torch_internals import torch_private
 
 WINDOW_GRADIENTS = 4
@@ -117,7 +117,7 @@ def rates(device: torch.device, cores: tuple[int, ...]) -> Bandwidths:
 def host_rates(threads: int, total_bytes: int, rounds: int) -> HostRates:
     """Measure ``total_bytes`` of host memory with ``threads`` threads, at most one per physical core: medians."""
     cores = choose_cores(physical_cores(), threads, {})
-    host = HostMemory(total_bytes, threads, HostAdam(torch.bfloat16, torch.bfloat16, WINDOW_GRADIENTS))
+    host = HostMemory(total_bytes, threads, HostKernel(torch.bfloat16, torch.bfloat16, WINDOW_GRADIENTS))
     _in_threads(cores, host.fill)
     works = {"copy": host.copy, "add": host.add, "adam": host.adam}
     seconds = in_turns({name: partial(_in_threads, cores, work) for name, work in works.items()}, rounds)
@@ -225,7 +225,7 @@ class HostMemory:
         state: fp32 tensors; narrow: the new weights and the gradients, in bf16.
     """
 
-    def __init__(self, total_bytes: int, threads: int, kernel: HostAdam | None = None) -> None:
+    def __init__(self, total_bytes: int, threads: int, kernel: HostKernel | None = None) -> None:
         self._kernel = kernel
         fp32, bf16 = (2, 0) if kernel is None else (3, WINDOW_GRADIENTS + 1)
         size = max(64, total_bytes // (4 * fp32 + 2 * bf16) // threads // 64 * 64)

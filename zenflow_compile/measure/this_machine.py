@@ -17,7 +17,7 @@ from zenflow_compile.planning.planners import OFFLOADABLE_DTYPES
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.host.arena import available_host_memory
 from zenflow_compile.runtime.host.cores import physical_cores
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters.capacity import free_device_bytes, worker_cores
 from zenflow_compile.runtime.recorder import Recorder
@@ -77,7 +77,7 @@ def _host_rate(options: Options, dtype: torch.dtype, device: torch.device, cores
     plan = ParamPlan(
         index=0, name="", shape=(1, 1), dtype=dtype, placement=Placement.HOST, slices=1, length=1, interval=steps
     )
-    kernel = HostAdam(dtype, dtype, steps)
+    kernel = HostKernel(dtype, dtype, steps)
     workers = Workers(len(cores), Recorder(), cores)
     try:
         return host_rate(kernel, plan, workers)

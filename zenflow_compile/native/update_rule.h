@@ -1,4 +1,4 @@
-// Rule P of runtime/adam_rule.py: one pass over the state, whatever the number of gradients. The rule's own two functions
+// Rule P of runtime/update_rule.py: one pass over the state, whatever the number of gradients. The rule's own two functions
 // are printed: see rules/cpp.py.
 //
 // Results do not depend on how ranges are cut, or on the width of this CPU's vectors: every element takes the same

@@ -184,7 +184,7 @@ class FlatShare:
     def view(self, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """View the part of a rank, by default this one, in a contiguous tensor of the parameter's shape: [elements]."""
         first = self.most_elements * (self.rank if rank is None else rank)
-        # Hazard: a part of a weight must be a view. ``StreamedAdam.check_weights`` refuses those that would be copied.
+        # Hazard: a part of a weight must be a view. ``StreamedUpdates.check_weights`` refuses those that are copies.
         return tensor.reshape(-1)[first : first + self.most_elements]
 
 

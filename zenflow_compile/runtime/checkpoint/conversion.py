@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.checkpoint.format import (
     NONE,
     SCHEDULE,
@@ -29,6 +28,7 @@ from zenflow_compile.runtime.checkpoint.format import (
 )
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import selection
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 _OF_WINDOW = SCHEDULE.index("leaving")
 """As many numbers of the entry ``schedule`` belong to the update window, the others to the selection."""

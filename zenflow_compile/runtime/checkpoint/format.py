@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zenflow_compile.options.options import OFFLOAD_DEVICES, Options
 from zenflow_compile.planning.plan import ParamPlan, Placement
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 FORMAT = 11
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.checkpoint.format import (
     NONE,
     array_names,
@@ -33,16 +32,17 @@ from zenflow_compile.runtime.checkpoint.format import (
 from zenflow_compile.runtime.checkpoint.shares import own_entry, sharded_entry, whole_entry
 from zenflow_compile.runtime.checkpoint.validation import Checked, check_state
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentState
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState
 from zenflow_compile.runtime.device_updates.selection import Selection
 from zenflow_compile.runtime.engine import Engine
 from zenflow_compile.runtime.forked_engine import ForkedEngine
-from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.host_kernel import scales_and_values
 from zenflow_compile.runtime.host.workers import Job
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.runtime.state_forms import State, StateRows
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 TO_CHANGE_STATE = (
     "to read or change it, as a reset of the moments does: state = optimizer.state_dict(), change the tensors in "

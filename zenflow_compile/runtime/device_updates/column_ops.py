@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients, update_window_
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device_updates.selection import Selection, SliceState, row_major
+from zenflow_compile.runtime.update_rule import VECTOR_ELEMENTS, PaddedTail, StepCoefficients, update_window_
 from zenflow_compile.torch_internals import torch_private
 
 _T = TypeVar("_T")

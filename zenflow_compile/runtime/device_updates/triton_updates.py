@@ -24,9 +24,9 @@ from torch import Tensor
 from zenflow_compile.planning.plan import QUANTIZATION_BLOCK
 from zenflow_compile.rules.rule import Rule
 from zenflow_compile.rules.triton import printed
-from zenflow_compile.runtime.adam_rule import StepCoefficients, window_numbers
 from zenflow_compile.runtime.device_updates.selection import SliceState, row_major
 from zenflow_compile.runtime.device_updates.triton_kernels import launch, on_device, scale_of
+from zenflow_compile.runtime.update_rule import StepCoefficients, window_numbers
 
 if TYPE_CHECKING:
     # Under this name mypy sees plain functions; the decorator of Triton is untyped.

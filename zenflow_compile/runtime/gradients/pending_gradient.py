@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.device import Stream
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
-from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.host_kernel import scales_and_values
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 Outgoing = tuple[Tensor, Sequence[StepCoefficients]]
 """A block like one of the plan's ``gradient_buffers``, and the coefficients of its gradients."""

@@ -29,11 +29,11 @@ from zenflow_compile.runtime.device.staging_ring import StagingRing
 from zenflow_compile.runtime.device.stream_flags import make_flags
 from zenflow_compile.runtime.device.stream_lane import StreamLane
 from zenflow_compile.runtime.device.thread_lane import ThreadLane
-from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam, StreamedGroup, arena_bytes
+from zenflow_compile.runtime.device_updates.streamed_updates import StreamedGroup, StreamedUpdates, arena_bytes
 from zenflow_compile.runtime.errors import less_host_memory
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.host.cores import local_ranks, may_pin, nodes_of, run_pinned
-from zenflow_compile.runtime.host.host_adam import HostAdam
+from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.nvme.cache import Cached, NvmeCache
 from zenflow_compile.runtime.nvme.chunk import WEIGHTS
@@ -128,8 +128,8 @@ class EngineMemory:
                 "the system does not let threads choose their cores (sched_setaffinity). Training is as correct, but "
                 "host updates are slower where threads move between cores or NUMA nodes"
             )
-        self.streamed = StreamedAdam(self.transport.to_host, self.transport.to_device, recorder, device)
-        self.kernels: dict[tuple[torch.dtype, torch.dtype, int], HostAdam] = {}
+        self.streamed = StreamedUpdates(self.transport.to_host, self.transport.to_device, recorder, device)
+        self.kernels: dict[tuple[torch.dtype, torch.dtype, int], HostKernel] = {}
         self._options = options
         self._arenas: list[HostArena] = []
 
@@ -245,10 +245,10 @@ class EngineMemory:
             uploads.setdefault(chunk.plan.index, []).append(Cached(cache, chunk))
         return uploads
 
-    def _kernel(self, plan: ParamPlan) -> HostAdam:
+    def _kernel(self, plan: ParamPlan) -> HostKernel:
         key = (plan.dtype, plan.gradient_buffers.dtype, plan.interval)
         if key not in self.kernels:
-            self.kernels[key] = HostAdam(plan.gradient_buffers.dtype, plan.dtype, plan.interval)
+            self.kernels[key] = HostKernel(plan.gradient_buffers.dtype, plan.dtype, plan.interval)
         return self.kernels[key]
 
     def _touch_first(self, hosts: Sequence[HostState]) -> None:

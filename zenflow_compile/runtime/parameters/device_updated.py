@@ -10,13 +10,13 @@ from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import errors
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
-from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, ResidentUpdates
+from zenflow_compile.runtime.device_updates.streamed_updates import StreamedUpdates
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter
 from zenflow_compile.runtime.parameters.host_weights import HostWeights
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 
 @dataclass(eq=False)
@@ -28,11 +28,11 @@ class DeviceUpdated:
         weights: that are in host memory between uses: an update loads them.
     """
 
-    _streamed: StreamedAdam
+    _streamed: StreamedUpdates
     _weights: HostWeights
     _group_numbers: Sequence[int]
     _coefficients_of: Callable[[int, Number], StepCoefficients]
-    resident: ResidentAdam = field(default_factory=ResidentAdam)
+    resident: ResidentUpdates = field(default_factory=ResidentUpdates)
     _params: dict[int, Parameter] = field(default_factory=dict)
 
     def add(self, plan: ParamPlan, param: Parameter, counter: VersionCounter) -> None:

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
@@ -23,6 +22,7 @@ from zenflow_compile.runtime.gradients.pending_gradient import Residual, WindowS
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.host_state import GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 
 class GradientParts:

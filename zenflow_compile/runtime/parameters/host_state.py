@@ -14,16 +14,16 @@ from torch import Tensor
 
 from zenflow_compile.native.library import UPDATE, HostJob, LateScale, Record, UpdateWindow
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import Ticket, Users
 from zenflow_compile.runtime.device.stream_flags import Flag, HostFlags
 from zenflow_compile.runtime.device_updates.selection import Wanted
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes, touch_pages
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, put_numbers
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate, put_numbers
 from zenflow_compile.runtime.host.state_store import InMemory, StateStore, UploadBuffer, Waits
 from zenflow_compile.runtime.host.workers import Bounds, Job, Work, bounds_of
 from zenflow_compile.runtime.recorder import Moment
 from zenflow_compile.runtime.state_forms import State, StateForm, StateRows
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 TASK_ELEMENTS = 1 << 20
 """Most elements per task of a worker: so many that the overhead of a call vanishes, so few that other workers find
@@ -159,7 +159,7 @@ class HostState:
     gradients: list[Tensor]
     uploads: list[UploadBuffer]
     in_place: list[UploadBuffer]
-    kernel: HostAdam
+    kernel: HostKernel
     pool: ctypes.c_void_p
     workers: int = 1
     taken: int = 0
@@ -189,7 +189,7 @@ class HostState:
         cls,
         plan: ParamPlan,
         arena: HostArena,
-        kernel: HostAdam,
+        kernel: HostKernel,
         pool: ctypes.c_void_p,
         workers: int = 1,
         file: StateStore | None = None,

@@ -15,13 +15,13 @@ import enum
 from torch import Tensor
 
 from zenflow_compile.runtime import errors
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.factors import multiply_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord, GradientState
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
 from zenflow_compile.runtime.parameters.shown_gradient import ShownGradient
+from zenflow_compile.runtime.update_rule import StepCoefficients
 from zenflow_compile.torch_internals import torch_private
 
 _PARTS, _ON_DEVICE, _LOCAL = GradientState.PARTS, GradientState.ON_DEVICE, GradientState.LOCAL

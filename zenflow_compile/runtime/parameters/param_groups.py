@@ -10,9 +10,9 @@ from torch import Tensor
 from zenflow_compile.checks.validate import check_flag
 from zenflow_compile.options.options import OPTION_NAMES
 from zenflow_compile.rules.rule import Rule
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 _REFUSED = {
     "capturable": "CUDA graphs are not supported in this version; use capturable=False",

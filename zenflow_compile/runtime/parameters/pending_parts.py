@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
 from zenflow_compile.runtime.gradients.pending_gradient import Outgoing, PendingGradient, Scales
@@ -16,6 +15,7 @@ from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
 from zenflow_compile.runtime.parameters.host_state import GradientBuffer, HostState
 from zenflow_compile.runtime.parameters.transport import Transport
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 
 class PendingParts(GradientParts):

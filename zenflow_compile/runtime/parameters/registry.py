@@ -18,11 +18,10 @@ from zenflow_compile.planning.plan import Plan
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime import errors
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.number import Number
-from zenflow_compile.runtime.device_updates.resident_adam import has_master
+from zenflow_compile.runtime.device_updates.resident_updates import has_master
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, counters_of
 from zenflow_compile.runtime.gradients.engine_gradients import Gradients
 from zenflow_compile.runtime.gradients.factors import UNSCALED, FinalFactors
@@ -40,6 +39,7 @@ from zenflow_compile.runtime.parameters.unseen_writes import SampledWeight, Unse
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.sharding import LocalShard, given
+from zenflow_compile.runtime.update_rule import StepCoefficients
 from zenflow_compile.torch_internals.torch_private import is_wrapper_subclass, same_memory
 
 

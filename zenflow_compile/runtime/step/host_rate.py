@@ -8,17 +8,17 @@ import time
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate
 from zenflow_compile.runtime.host.workers import Job, Workers, bounds_of
 from zenflow_compile.runtime.parameters.host_state import TASK_ELEMENTS, UpdateWork, WindowAddresses, touched_bytes
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 _CACHES = 2  # the measurement covers this many times the last-level cache
 
 
-def host_rate(kernel: HostAdam, plan: ParamPlan, workers: Workers) -> float:
+def host_rate(kernel: HostKernel, plan: ParamPlan, workers: Workers) -> float:
     """Measure the bytes per second at which all workers together update windows of the longest length.
 
     It takes some ten milliseconds, in memory made for it: tasks of the usual size, the same number for each worker,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
+from zenflow_compile.runtime.device_updates.streamed_updates import StreamedParam
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup
 

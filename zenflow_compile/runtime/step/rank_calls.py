@@ -17,7 +17,7 @@ from zenflow_compile.options.options import Options
 from zenflow_compile.runtime import errors
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
+from zenflow_compile.runtime.device_updates.streamed_updates import StreamedParam
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.ranks.rank_group import Call, RankGroup, bytes_by_rank, first_difference

@@ -24,7 +24,7 @@ from zenflow_compile.planning.plan import FlatShare, Share
 from zenflow_compile.runtime.device.device import Device, Stream, Streams
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Selection
-from zenflow_compile.runtime.device_updates.streamed_adam import StreamedParam
+from zenflow_compile.runtime.device_updates.streamed_updates import StreamedParam
 from zenflow_compile.runtime.device_updates.version_counter import bump_versions
 from zenflow_compile.runtime.parameters.offloaded_param import OffloadedParam
 from zenflow_compile.runtime.ranks.rank_group import Pending, RankGroup, RowLayout, block, cut

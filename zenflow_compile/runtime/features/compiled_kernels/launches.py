@@ -11,12 +11,12 @@ from functools import partial
 import torch
 
 from zenflow_compile.planning.plan import ParamPlan
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import triton_kernels, triton_updates
 from zenflow_compile.runtime.device_updates.selection import SliceState
-from zenflow_compile.runtime.host.host_adam import scales_and_values
+from zenflow_compile.runtime.host.host_kernel import scales_and_values
 from zenflow_compile.runtime.parameters.device_state import DeviceState
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 _META = torch.device("meta")  # shapes and dtypes alone; addresses count as multiples of 16, as those of real memory are
 

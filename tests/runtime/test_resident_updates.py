@@ -1,4 +1,4 @@
-"""ResidentAdam equals torch.optim.AdamW bit for bit in fp32, and over fp32 masters of low-precision weights."""
+"""ResidentUpdates equals torch.optim.AdamW bit for bit in fp32, and over fp32 masters of low-precision weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tests.support.coefficients import with_lr
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.number import Number
-from zenflow_compile.runtime.device_updates import resident_adam
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
+from zenflow_compile.runtime.device_updates import resident_updates
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, ResidentUpdates
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 DEVICES = [
     "cpu",
@@ -44,7 +44,7 @@ def baseline_params(optimizer: torch.optim.AdamW) -> list[Parameter]:
 def test_fp32_equals_adamw_bit_for_bit(device: str) -> None:
     params = parameters(torch.float32, device)
     theirs = baseline(params)
-    ours = ResidentAdam()
+    ours = ResidentUpdates()
     for step in range(10):
         # The second parameter gets a gradient in every third step only.
         present = [i for i in range(len(params)) if i != 1 or step % 3 == 2]
@@ -68,7 +68,7 @@ def test_fp32_equals_adamw_bit_for_bit(device: str) -> None:
 def test_16_bit_weights_are_the_cast_of_fp32_adamw(dtype: torch.dtype, device: str) -> None:
     params = parameters(dtype, device)
     theirs = baseline(params)
-    ours = ResidentAdam()
+    ours = ResidentUpdates()
     for _ in range(10):
         grads = [torch.randn_like(param) for param in params]
         for other, grad in zip(baseline_params(theirs), grads, strict=True):
@@ -87,8 +87,8 @@ def test_scaled_gradients_are_not_written() -> None:
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
     before = [grad.clone() for grad in grads]
-    ResidentAdam().update(params, grads, COEFFICIENTS._replace(grad_scale=Number.known(0.3)))
-    ResidentAdam().update(twins, [grad * 0.3 for grad in grads], COEFFICIENTS)
+    ResidentUpdates().update(params, grads, COEFFICIENTS._replace(grad_scale=Number.known(0.3)))
+    ResidentUpdates().update(twins, [grad * 0.3 for grad in grads], COEFFICIENTS)
     assert all(torch.equal(grad, kept) for grad, kept in zip(grads, before, strict=True))
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
 
@@ -98,9 +98,9 @@ def test_mixed_dtypes_and_batches_change_no_result(monkeypatch: pytest.MonkeyPat
     twins = [Parameter(param.detach().clone()) for param in params]
     grads = [torch.randn_like(param) for param in params]
     coefficients = COEFFICIENTS._replace(grad_scale=Number.known(0.5))
-    ResidentAdam().update(params, grads, coefficients)
-    monkeypatch.setattr(resident_adam, "_SCRATCH_ELEMENTS", 100)
-    ResidentAdam().update(twins, grads, coefficients)
+    ResidentUpdates().update(params, grads, coefficients)
+    monkeypatch.setattr(resident_updates, "_SCRATCH_ELEMENTS", 100)
+    ResidentUpdates().update(twins, grads, coefficients)
     assert all(torch.equal(mine, twin) for mine, twin in zip(params, twins, strict=True))
 
 
@@ -120,7 +120,7 @@ def test_memory_layout_changes_no_bit(layout: str, dtype: torch.dtype) -> None:
             mine = Parameter(pair[..., 0])
         case _:
             mine, gradient = Parameter(weight.clone()), gradient[:1].expand_as(weight)
-    optimizers = ResidentAdam(), ResidentAdam()
+    optimizers = ResidentUpdates(), ResidentUpdates()
     for _ in range(3):
         for optimizer, param, grad in zip(optimizers, (mine, plain), (gradient, gradient.contiguous()), strict=True):
             optimizer.update([param], [grad], COEFFICIENTS)
@@ -134,7 +134,7 @@ def test_layout_changes_no_bit_of_rounded_moments(dtype: torch.dtype, moments: s
     """Of a parameter that gets another layout before its first update, or between two of them."""
     weight = torch.randn(96, 64).to(dtype)
     params = [Parameter(weight.t().contiguous().t()), Parameter(weight.clone()), Parameter(weight.clone())]
-    optimizer = ResidentAdam()
+    optimizer = ResidentUpdates()
     for step in range(3):
         if step == 1:
             params[1].data = params[1].data.t().contiguous().t()
@@ -154,7 +154,7 @@ def seeded(step: int) -> torch.Generator:
 
 def test_external_write_updates_the_master() -> None:
     param = Parameter(torch.randn(64).bfloat16())
-    optimizer = ResidentAdam()
+    optimizer = ResidentUpdates()
     optimizer.update([param], [torch.randn(64).bfloat16()], COEFFICIENTS)
     master = optimizer.states[param].master
     assert master is not None
@@ -174,7 +174,7 @@ def test_external_write_updates_the_master() -> None:
 def test_update_moves_the_version_counter() -> None:
     param = Parameter(torch.ones(3))
     loss = (param * param).sum()
-    ResidentAdam().update([param], [torch.ones(3)], COEFFICIENTS)
+    ResidentUpdates().update([param], [torch.ones(3)], COEFFICIENTS)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -186,11 +186,11 @@ def test_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
         return [[torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES] for _ in range(6)]
 
     params = parameters(dtype)
-    whole = ResidentAdam()
+    whole = ResidentUpdates()
     for grads in gradients()[:3]:
         whole.update(params, grads, COEFFICIENTS)
     copies = [Parameter(param.detach().clone()) for param in params]
-    resumed = ResidentAdam()
+    resumed = ResidentUpdates()
     for param, copy in zip(params, copies, strict=True):
         state = whole.states[param]
         saved = [tensor.clone() for tensor in state.arrays]
@@ -204,7 +204,7 @@ def test_loaded_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
 
 def test_state_of_another_model_is_refused() -> None:
     param = Parameter(torch.zeros(3))
-    optimizer = ResidentAdam()
+    optimizer = ResidentUpdates()
     with pytest.raises(ValueError, match="shape"):
         optimizer.load(param, ResidentState.zeros_like(Parameter(torch.zeros(4))))
     with pytest.raises(ValueError, match="must not have a master"):
@@ -214,6 +214,6 @@ def test_state_of_another_model_is_refused() -> None:
 
 def test_state_bytes_are_counted() -> None:
     params = [Parameter(torch.zeros(10)), Parameter(torch.zeros(10).bfloat16())]
-    optimizer = ResidentAdam()
+    optimizer = ResidentUpdates()
     optimizer.update(params, [torch.zeros_like(param) for param in params], COEFFICIENTS)
     assert optimizer.nbytes == 2 * 40 + 3 * 40

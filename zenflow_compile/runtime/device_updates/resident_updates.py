@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from zenflow_compile.rules.rule import Rule
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates.column_ops import (
@@ -23,6 +22,7 @@ from zenflow_compile.runtime.device_updates.column_ops import (
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 # Elements of cast or scaled gradients that exist at a time, unless one parameter has more: 256 MiB.
 _SCRATCH_ELEMENTS = 1 << 26
@@ -113,7 +113,7 @@ Update = tuple[Tensor, Tensor, ResidentState]
 """A parameter or a view of its memory, its gradient, of the same shape, and its state."""
 
 
-class ResidentAdam:
+class ResidentUpdates:
     """Updates of parameters and their gradients: for AdamW in one multi-tensor call, else one by one.
 
     Attributes:

@@ -24,13 +24,13 @@ from torch.nn import Parameter
 
 from zenflow_compile.planning.plan import FP32_BYTES, STREAM_BUFFERS, ParamPlan
 from zenflow_compile.runtime import errors
-from zenflow_compile.runtime.adam_rule import StepCoefficients
 from zenflow_compile.runtime.device.copy_lanes import CopyLane, Ticket
 from zenflow_compile.runtime.device.memory_list import MemoryList
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentState, Update, update_on_device
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, Update, update_on_device
 from zenflow_compile.runtime.host.arena import HostArena, carved_bytes
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.state_forms import StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients
 
 CoefficientsOf = Callable[[int], StepCoefficients]
 """Returns a parameter's current coefficients, by its index."""
@@ -129,7 +129,7 @@ class StreamedGroup:
         return views
 
 
-class StreamedAdam:
+class StreamedUpdates:
     """Updates subgroups on the device, in their order at every step, and streams their state through it.
 
     Attributes:

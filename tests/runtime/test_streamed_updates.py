@@ -17,9 +17,9 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.plan import STREAM_BUFFERS
 from zenflow_compile.runtime.device.copy_lanes import CopyError
 from zenflow_compile.runtime.device.thread_lane import copy_without_gil
-from zenflow_compile.runtime.device_updates import streamed_adam
-from zenflow_compile.runtime.device_updates.resident_adam import ResidentAdam, ResidentState
-from zenflow_compile.runtime.device_updates.streamed_adam import StreamedAdam
+from zenflow_compile.runtime.device_updates import streamed_updates
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, ResidentUpdates
+from zenflow_compile.runtime.device_updates.streamed_updates import StreamedUpdates
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.timeline import D2H, H2D, Event, Timeline
 
@@ -315,8 +315,8 @@ def test_host_starts_first_and_resident_is_last(monkeypatch: pytest.MonkeyPatch)
 
     training = Training(EAGER_BACKEND, {**SECOND, "ratio": 0.8}, build=chain).run(0, 2)
     monkeypatch.setattr(Workers, "submit", noted("host", Workers.submit))
-    monkeypatch.setattr(StreamedAdam, "_update", noted("streamed", StreamedAdam._update))
-    monkeypatch.setattr(ResidentAdam, "update", noted("resident", ResidentAdam.update))
+    monkeypatch.setattr(StreamedUpdates, "_update", noted("streamed", StreamedUpdates._update))
+    monkeypatch.setattr(ResidentUpdates, "update", noted("resident", ResidentUpdates.update))
     training.step(2)
     assert list(dict.fromkeys(calls)) == ["host", "streamed", "resident"]
     assert calls == sorted(calls, key=["host", "streamed", "resident"].index)
@@ -381,7 +381,7 @@ def test_failed_buffer_allocation_changes_nothing(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(streamed_adam, "StreamBuffer", too_little_memory)
+        patch.setattr(streamed_updates, "StreamBuffer", too_little_memory)
         with pytest.raises(torch.OutOfMemoryError):
             training.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(64, 64)))]})
     assert_same(training.run(2, 5).weights(), twin.run(2, 5).weights())

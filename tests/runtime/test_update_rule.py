@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_, window_numbers
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_, window_numbers
 
 Make = Callable[..., Tensor]
 

@@ -26,8 +26,8 @@ from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build
 from zenflow_compile.native.build import BuildError
 from zenflow_compile.native.library import library, rule_address
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_
-from zenflow_compile.runtime.host.host_adam import HostAdam, WindowUpdate, check_native_code
+from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate, check_native_code
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 from zenflow_compile.torch_internals import torch_private
 
 MAX_GRADIENTS = 4
@@ -63,7 +63,7 @@ def random_gradients(numel: int, count: int, dtype: torch.dtype) -> list[Tensor]
 
 
 def update(
-    adam: HostAdam, state: State, gradients: list[Tensor], coefficients: tuple[StepCoefficients, ...], step: int
+    adam: HostKernel, state: State, gradients: list[Tensor], coefficients: tuple[StepCoefficients, ...], step: int
 ) -> None:
     whole = WindowUpdate(state[:3], state.out, gradients, coefficients, step=step)
     adam(whole, slice(0, state.master.numel()))
@@ -83,7 +83,7 @@ def expect(
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_the_eager_rule(dtype: torch.dtype, count: int) -> None:
-    adam = HostAdam(dtype, dtype, MAX_GRADIENTS)
+    adam = HostKernel(dtype, dtype, MAX_GRADIENTS)
     for numel in (0, 1, 7, 100_003):
         state = State.random(numel, dtype)
         before = state.copy()
@@ -95,7 +95,7 @@ def test_equals_the_eager_rule(dtype: torch.dtype, count: int) -> None:
 
 
 def test_long_odd_length_equals_the_rule() -> None:
-    adam = HostAdam(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
+    adam = HostKernel(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
     state = State.random(1_000_003, torch.bfloat16)
     before = state.copy()
     gradients = random_gradients(1_000_003, 3, torch.bfloat16)
@@ -104,7 +104,7 @@ def test_long_odd_length_equals_the_rule() -> None:
 
 
 def test_betas_may_change_within_a_window() -> None:
-    adam = HostAdam(torch.float32, torch.float32, MAX_GRADIENTS)
+    adam = HostKernel(torch.float32, torch.float32, MAX_GRADIENTS)
     coefficients = tuple(
         StepCoefficients.known(each.options.lr, beta1, each.options.beta2, each.options.weight_decay)
         for each, beta1 in zip(COEFFICIENTS, (0.9, 0.9, 0.5, 0.0), strict=True)
@@ -117,7 +117,7 @@ def test_betas_may_change_within_a_window() -> None:
 
 
 def test_rate_of_zero_moves_moments_only() -> None:
-    adam = HostAdam(torch.float32, torch.float32, MAX_GRADIENTS)
+    adam = HostKernel(torch.float32, torch.float32, MAX_GRADIENTS)
     state = State.random(1000, torch.float32)
     before = state.copy()
     gradients = random_gradients(1000, 2, torch.float32)
@@ -128,7 +128,7 @@ def test_rate_of_zero_moves_moments_only() -> None:
 
 
 def test_zero_gradients_at_the_start_stay_finite() -> None:
-    adam = HostAdam(torch.float32, torch.float32, MAX_GRADIENTS)
+    adam = HostKernel(torch.float32, torch.float32, MAX_GRADIENTS)
     zero = torch.zeros(64)
     state = State(torch.ones(64), zero.clone(), zero.clone(), torch.empty(64))
     update(adam, state, [zero, torch.ones(64)], COEFFICIENTS[:2], step=2)
@@ -137,7 +137,7 @@ def test_zero_gradients_at_the_start_stay_finite() -> None:
 
 def test_rows_without_a_gradient_change_nothing() -> None:
     """After a full window of garbage in other tensors, shorter windows see only their own gradients."""
-    adam = HostAdam(torch.float32, torch.float32, MAX_GRADIENTS)
+    adam = HostKernel(torch.float32, torch.float32, MAX_GRADIENTS)
     garbage = State.random(1000, torch.float32)
     nan = torch.full((1000,), torch.nan)
     update(adam, garbage, [nan] * 4, COEFFICIENTS, step=4)
@@ -152,7 +152,7 @@ def test_rows_without_a_gradient_change_nothing() -> None:
 
 def test_infinite_gradients_stay_in_their_elements() -> None:
     """Rows without a gradient read the last gradient again; if it is infinite, zero times it would be NaN."""
-    adam = HostAdam(torch.float32, torch.float32, MAX_GRADIENTS)
+    adam = HostKernel(torch.float32, torch.float32, MAX_GRADIENTS)
     gradient = torch.ones(64)
     gradient[5] = torch.inf
     state = State.random(64, torch.float32)
@@ -164,7 +164,7 @@ def test_infinite_gradients_stay_in_their_elements() -> None:
 
 def test_threads_on_disjoint_ranges_equal_one_call() -> None:
     """Ranges at odd offsets, one thread each, equal one call over the whole and leave their neighbors alone."""
-    adam = HostAdam(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
+    adam = HostKernel(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
     numel, first, middle, last = 400_009, 3, 3 + 150_016, 400_002
     gradients = random_gradients(numel, 3, torch.bfloat16)
     start = State.random(numel, torch.bfloat16)
@@ -191,7 +191,7 @@ def test_threads_on_disjoint_ranges_equal_one_call() -> None:
 
 
 def test_one_thread_per_call_keeps_the_callers_setting() -> None:
-    adam = HostAdam(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
+    adam = HostKernel(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
     state = State.random(4_000_000, torch.bfloat16)
     gradients = random_gradients(4_000_000, 4, torch.bfloat16)
     update(adam, state, gradients, COEFFICIENTS, step=4)
@@ -213,7 +213,7 @@ def test_gil_is_released_during_an_update() -> None:
     The best of a few tries, since on busy cores the worker may lose its own just while it holds the GIL. A
     kernel that kept the GIL would stop the thread for its whole duration in every try.
     """
-    adam = HostAdam(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
+    adam = HostKernel(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
     gaps = (measure(adam, 32_000_000, MAX_GRADIENTS) for _ in range(5))
     assert any(gap.gap < 0.25 * gap.update for gap in gaps)
 
@@ -230,7 +230,7 @@ def test_kernel_ignores_the_users_torch_settings() -> None:
     try:
         with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
             check_native_code()
-            adam = HostAdam(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
+            adam = HostKernel(torch.bfloat16, torch.bfloat16, MAX_GRADIENTS)
     finally:
         torch.set_default_dtype(torch.float32)
     for numel in (1, 2, 3, 1000, 70_001):
@@ -421,10 +421,10 @@ def test_key_depends_on_the_cpu_and_the_source(monkeypatch: pytest.MonkeyPatch, 
 
 def test_bad_arguments_raise_and_write_nothing() -> None:
     with pytest.raises(ValueError, match=r"gradient_dtype=torch\.float64 must be one of torch\.float32"):
-        HostAdam(torch.float64, torch.float32, 1)
+        HostKernel(torch.float64, torch.float32, 1)
     with pytest.raises(ValueError, match="max_gradients=0 must be at least 1"):
-        HostAdam(torch.float32, torch.float32, 0)
-    adam = HostAdam(torch.float32, torch.float32, 1)
+        HostKernel(torch.float32, torch.float32, 0)
+    adam = HostKernel(torch.float32, torch.float32, 1)
     state = State.random(8, torch.float32)
     before = state.copy()
     good = random_gradients(8, 1, torch.float32)

@@ -1,7 +1,7 @@
 """Rule P on the host, without the GIL: a vectorized loop in C++, see ``zenflow_compile/native``.
 
 Moments through every stored gradient, decay, update and cast are one pass: every state is read and written once,
-whatever the number of gradients. It computes the same as :func:`zenflow_compile.runtime.adam_rule.update_window_`.
+whatever the number of gradients. It computes the same as :func:`zenflow_compile.runtime.update_rule.update_window_`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zenflow_compile.native.build import BuildError
 from zenflow_compile.native.library import DTYPES, LateScale, Step, UpdateWindow, library, rule_address
 from zenflow_compile.native.storage_reads import storage_reads
 from zenflow_compile.planning.plan import FP32_BYTES
-from zenflow_compile.runtime.adam_rule import StepCoefficients, update_window_, window_numbers
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_, window_numbers
 from zenflow_compile.torch_internals import torch_private
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,7 +65,7 @@ def check_native_code() -> None:
     """
     storage_reads()
     library()
-    kernel = HostAdam(torch.bfloat16, torch.bfloat16, 2)
+    kernel = HostKernel(torch.bfloat16, torch.bfloat16, 2)
     # The host is named, and modes of the caller are left: the first optimizer may be made in any context.
     with torch_private.outside_of_transforms(), torch_private.one_intra_op_thread():
         start = torch.linspace(-1.0, 1.0, _TESTED_ELEMENTS, dtype=torch.float32, device="cpu")
@@ -86,7 +86,7 @@ _TESTED_ELEMENTS = 203  # whole vectors, and a partial one
 _UPDATE = ctypes.CFUNCTYPE(None, ctypes.POINTER(UpdateWindow), ctypes.c_int64, ctypes.c_int64)
 
 
-class HostAdam:
+class HostKernel:
     """Applies the gradients of update windows to host state.
 
     Args:
@@ -113,7 +113,6 @@ class HostAdam:
         self.gradient_dtype = gradient_dtype
         self.out_dtype = out_dtype
         self.max_gradients = max_gradients
-        self._run = _UPDATE
 
     def __call__(self, update: WindowUpdate, part: slice) -> None:
         """Apply rule P in place to the elements ``part``. Threads may do so at the same time on disjoint parts.
@@ -130,7 +129,7 @@ class HostAdam:
         steps, _ = put_numbers(window, update.coefficients, step=update.step)
         for step, own in zip(steps, update.coefficients, strict=True):
             step.grad_scale = float(own.grad_scale)
-        self._run(window.update)(window, part.start, part.stop)
+        _UPDATE(window.update)(window, part.start, part.stop)
 
     def window(self, update: WindowUpdate) -> UpdateWindow:
         """The addresses of ``update``; it keeps none of its tensors alive. ``put_numbers`` adds the rest.
@@ -173,7 +172,7 @@ def put_numbers(
     return steps, late
 
 
-def _check(update: WindowUpdate, kernel: HostAdam) -> None:
+def _check(update: WindowUpdate, kernel: HostKernel) -> None:
     """Kernels take raw pointers: a tensor of another layout would be read and written out of bounds."""
     most, numel = kernel.max_gradients, update.out.numel()
     gradients, coefficients = update.gradients, update.coefficients
