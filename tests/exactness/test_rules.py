@@ -211,7 +211,7 @@ def test_state_in_fewer_bytes_resumes(name: str, state_dtype: str) -> None:
 def test_windows_follow_the_definition(name: str) -> None:
     """Every slice is deferred: each flush applies the gradients of up to four steps."""
     rule = CASES[name][0]
-    options = rule.options_of(dict(rule.numbers))
+    options = rule.initial
     weight = nn.Parameter(torch.randn(64, 48, generator=torch.Generator().manual_seed(2)))
     expected = [weight.detach().clone(), *(torch.zeros(64, 48) for _ in rule.arrays)]
     windows = WINDOWS | {"topk_ratio": 0.0, "full_warm_up_rounds": 0}
@@ -322,7 +322,7 @@ def test_no_tensor_outlives_a_window() -> None:
     try:
         gradient = torch.ones(8)
         found = weakref.ref(gradient)
-        options = rules.Lion().options_of(dict(rules.Lion().numbers))
+        options = rules.Lion().initial
         own = StepCoefficients(options, Number.known(1.0), rules.Lion())
         update_window_((torch.ones(8), torch.zeros(8)), [gradient], [own], step=1)
         del gradient

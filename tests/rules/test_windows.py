@@ -17,7 +17,7 @@ GRADIENTS = (0.5, -2.0, 0.25)
 
 def after(rule: Rule, weight: float, state: list[float], step: int) -> list[float]:
     """Weight and arrays after a window of ``GRADIENTS``, at whose end ``step`` gradients are in the state."""
-    options = rule.options_of(dict(rule.numbers))
+    options = rule.initial
     tensors = [torch.full((1,), value, dtype=torch.float64) for value in (weight, *state)]
     gradients = [torch.full((1,), value, dtype=torch.float64) for value in GRADIENTS]
     update_window_(tensors, gradients, [StepCoefficients(options, Number.known(1.0), rule)] * 3, step=step)

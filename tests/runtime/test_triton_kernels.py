@@ -251,7 +251,7 @@ def test_resident_parameters_of_any_rule_use_their_kernel(
     shapes = [(), (5,), (3, 40), (2, 3, 4)]
     start = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     start.append(torch.randn(6, 4, device=device).to(dtype).t())
-    coefficients = StepCoefficients(rule.options_of(dict(rule.numbers)), Number.known(0.5), rule)
+    coefficients = StepCoefficients(rule.initial, Number.known(0.5), rule)
     found = []
     for kernels in (None, triton_updates):
         monkeypatch.setattr(column_ops, "_updates", lambda _, kernels=kernels: kernels)

@@ -122,7 +122,7 @@ def update_of(rule: Rule, shape: tuple[int, int], dtype: torch.dtype, moments: s
     form = StateForm(moments=moments, length=length, arrays=rule.arrays)
     master, *arrays = (torch.empty(of, dtype=dtype) for of, dtype in form.tensors(len(selection.selected)))
     gradient = matrix.new_empty(master.shape)
-    coefficients = StepCoefficients(rule.options_of(dict(rule.numbers)), Number.known(0.5), rule)
+    coefficients = StepCoefficients(rule.initial, Number.known(0.5), rule)
     with recording() as recorders:
         state = SliceState(matrix, dim, selection, gradient, master, tuple(arrays), 2, form)
         triton_updates.update_slices_(state, coefficients)

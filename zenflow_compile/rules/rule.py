@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
 
 from zenflow_compile.checks.validate import check_flag, check_number
 
@@ -47,13 +49,15 @@ class Rule(ABC):
     """An update rule, with the numbers that param groups have unless they are given others. All methods are pure.
 
     Args:
-        numbers: by name, any of ``defaults``.
+        numbers: by name, any of ``defaults``. Tensors of one element become values of param groups as they are, so that
+            one that is written in place counts.
 
     Raises:
         TypeError: the rule has no number of that name.
         ValueError: no step can use a value.
 
     Attributes:
+        initial: ``options`` that the rule begins with.
         defaults: the numbers of a param group that steps use; ``betas`` are two.
         options: kind of tuple of these numbers, all of them floats: ``betas`` are ``beta1`` and ``beta2``.
         fused: PyTorch and this package have kernels for it on devices. A subclass has none.
@@ -88,7 +92,7 @@ class Rule(ABC):
         if unknown := [name for name in numbers if name not in self.defaults]:
             raise TypeError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(self.defaults)}")
         self.numbers = tuple({**self.defaults, **numbers}.items())
-        self.options_of(dict(self.numbers))
+        self.initial = self.options_of({name: plain(name, value) for name, value in self.numbers})
 
     def options_of(self, group: Mapping[str, Any]) -> Any:
         """The ``options`` of a param group, whose values are numbers.
@@ -212,6 +216,23 @@ def check_betas(betas: Any) -> tuple[float, float]:
     if 1.0 in (first, second):
         raise ValueError(f"betas={betas!r} must be {allowed}")
     return first, second
+
+
+def plain(name: str, value: Any, read: Callable[[Tensor], Tensor] = Tensor.cpu) -> Any:
+    """A group's value with numbers in place of tensors of one element, which ``read`` copies to the host.
+
+    Raises:
+        ValueError: a tensor of more elements, or a tensor next to a number.
+    """
+    if isinstance(value, (tuple, list)):
+        if len({isinstance(each, Tensor) for each in value}) > 1:
+            raise ValueError(f"{name}={value!r} must be numbers, both of them floats or both tensors")
+        return tuple(plain(f"{name}[{place}]", each, read) for place, each in enumerate(value))
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name} is a tensor of {value.numel()} elements; it must be a number, or a tensor of one")
+    return read(value).item()
 
 
 def named(names: Sequence[str], values: Sequence[Any]) -> Any:

@@ -110,7 +110,7 @@ def trace(rule: Rule) -> Traced:
             raise ValueError(f"{kind} has an array {array.name!r}, a name of something else in states; change it")
     if rounded != sorted(rounded, reverse=True):
         raise ValueError(f"{kind}.arrays must have those that may be rounded first; change their order")
-    options = rule.options_of(dict(rule.numbers))
+    options = rule.initial
     for what, asked, found in (
         ("gradient_numbers", rule.of_gradient, rule.gradient_numbers(options, 1)),
         ("window_numbers", rule.of_window, rule.window_numbers([options], 1)),

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from zenflow_compile.checks.validate import check_flag
 from zenflow_compile.options.options import OPTION_NAMES
-from zenflow_compile.rules.rule import Rule
+from zenflow_compile.rules.rule import Rule, plain
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.update_rule import StepCoefficients
@@ -107,18 +105,4 @@ def check_values(group: Mapping[str, Any], rule: Rule) -> GroupNumbers:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A group's value with numbers in place of tensors of one element."""
-    if not isinstance(value, (tuple, list)):
-        return _number(name, value)
-    if len({isinstance(each, Tensor) for each in value}) > 1:
-        raise ValueError(f"{name}={value!r} must be numbers, both of them floats or both tensors")
-    return tuple(_number(f"{name}[{place}]", each) for place, each in enumerate(value))
-
-
-def _number(name: str, value: Any) -> Any:
-    """The element of a tensor of one element, and any other value as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"{name} is a tensor of {value.numel()} elements; it must be a number, or a tensor of one")
-    return device_of(value.device).to_host(value, name).item()
+    return plain(name, value, lambda tensor: device_of(tensor.device).to_host(tensor, name))

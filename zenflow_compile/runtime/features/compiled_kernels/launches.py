@@ -41,9 +41,8 @@ def launches_of(plan: ParamPlan, *, host_weights: bool) -> Iterable[Callable[[],
     states = [SliceState(matrix, dim, selection, *rows)]
     if host_weights:  # what is cast goes where the gradient was
         states.append(SliceState(device.gradient, 0, None, *rows))
-    options = plan.rule.options_of(dict(plan.rule.numbers))
     for factor in factors:
-        coefficients = StepCoefficients(options, factor, plan.rule)
+        coefficients = StepCoefficients(plan.rule.initial, factor, plan.rule)
         for state in states:
             yield partial(triton_updates.update_slices_, state, coefficients)
     if plan.compressed:
