@@ -46,6 +46,7 @@ from examples.finetune_lm import Sequences, read_text
 from examples.language_model import load
 from examples.pretrained import MODEL, REVIEWS, fetch
 from examples.reviews import Reviews
+from zenflow_compile.rules import SGD, Lion, Rule
 
 REFERENCE, FASTER, EXACT = "AdamW", "AdamW at twice the rate", "zero_offload"
 RULES: dict[str, dict[str, Any]] = {
@@ -63,6 +64,12 @@ RULES: dict[str, dict[str, Any]] = {
     "zenflow, S = 4, int8 gradients": {"update_interval": 4, "gradient_transfer": "int8"},
 }
 """Options of ``ZenFlowAdamW`` by rule; the first two are AdamW's."""
+OTHERS: dict[str, tuple[Rule, dict[str, Any]]] = {
+    f"{type(rule).__name__}{windows}": (rule, options)
+    for rule in (Lion(lr=4e-6, weight_decay=0.05), SGD(lr=0.05))
+    for windows, options in (("", {"policy": "resident"}), (", S = 4", {"update_interval": 4}))
+}
+"""Other optimizers, each in windows next to itself: rules of ``ZenFlow`` and its options."""
 DEEPSPEED = "DeepSpeed's ZenFlow, S = 4"
 """A rule of DeepSpeed's environment, see ``make deepspeed``, which trains under no other one."""
 
@@ -162,7 +169,7 @@ class Run:
     """One of the runs that the tables are made of.
 
     Attributes:
-        task, rule, seed: see ``TASKS`` and ``RULES``.
+        task, rule, seed: see ``TASKS``, ``RULES`` and ``OTHERS``.
         steps: optimizer steps.
         inner: what compiles the graphs.
         model, data: instead of SmolLM2-135M, and of the task's sentences or text.
@@ -210,13 +217,20 @@ class Run:
             optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=WEIGHT_DECAY)
             compiled = torch.compile(model, backend="inductor" if self.inner == "inductor" else "aot_eager")
         else:
-            options = RULES[self.rule]
-            optimizer = zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **options)
+            optimizer = make_optimizer(self.rule, model)
             compiled = torch.compile(model, backend="zenflow", options={"inner": self.inner})
         found = fine_tune(compiled, model, task, optimizer, self.steps)
         if not resident:
             optimizer.close()
         return found
+
+
+def make_optimizer(rule: str, model: PreTrainedModel) -> zf.ZenFlow:
+    """Of one of ``OTHERS`` or of ``RULES``."""
+    if rule in OTHERS:
+        other, options = OTHERS[rule]
+        return zf.ZenFlow(model.named_parameters(), other, **options)
+    return zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **RULES[rule])
 
 
 def fine_tune_with_deepspeed(model: PreTrainedModel, task: Task, run: Run) -> tuple[list[float], list[float]]:
@@ -255,7 +269,7 @@ def runs(**settings: Any) -> list[Run]:
         Run(task, rule, seed, **settings)
         for seed in range(SEEDS)
         for task in TASKS
-        for rule in (*RULES, DEEPSPEED)
+        for rule in (*RULES, *OTHERS, DEEPSPEED)
         if seed == 0 or rule in ON_ALL_SEEDS
     ]
     return sorted(found, key=lambda run: (run.rule not in ON_ALL_SEEDS, run.seed))
@@ -293,7 +307,7 @@ def table(rows: Sequence[dict[str, Any]], task: str, measure: str, where: str) -
     for heading in ("seeds", "mean", "less AdamW", "95% over items", "over seeds"):
         made.add_column(heading, justify="right")
     scale, form = (100, "{:.2f}%") if measure == "accuracy" else (1, "{:.4f}")
-    for rule in (*RULES, DEEPSPEED):
+    for rule in (*RULES, *OTHERS, DEEPSPEED):
         mine = [row for (name, seed), row in found.items() if name == rule and (REFERENCE, seed) in found]
         if not mine:
             continue
@@ -361,7 +375,7 @@ def check_run_options(parser: argparse.ArgumentParser, given: argparse.Namespace
 def main(arguments: Sequence[str] | None = None) -> int:
     """Perform what has no result yet, and print the tables."""
     parser = option_parser("quality", __doc__)
-    parser.add_argument("--rule", choices=(*RULES, DEEPSPEED), action="append", help="only this one")
+    parser.add_argument("--rule", choices=(*RULES, *OTHERS, DEEPSPEED), action="append", help="only this one")
     parser.add_argument("--seed", type=int, choices=range(SEEDS), action="append", help="only this one")
     parser.add_argument("--minutes", type=float, default=math.inf, metavar="N", help="begin no run later than that")
     add_run_options(parser, STEPS)
@@ -376,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = known(path)
     settings = {name: getattr(given, name) for name in ("steps", "inner", "model", "data")}
     for run in [] if given.table else runs(**settings, device=given.device):
-        chosen = run.task in (given.task or TASKS) and run.rule in (given.rule or (*RULES, DEEPSPEED))
+        chosen = run.task in (given.task or TASKS) and run.rule in (given.rule or (*RULES, *OTHERS, DEEPSPEED))
         chosen = chosen and run.seed in (given.seed or range(SEEDS)) and (run.rule == DEEPSPEED) == with_deepspeed
         if not chosen or any(asdict(run).items() <= row.items() for row in rows):
             continue

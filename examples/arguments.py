@@ -9,6 +9,7 @@ from typing import Literal
 
 from examples.checkpoint import load_checkpoint
 from examples.settings import TrainConfig
+from zenflow_compile.rules import KINDS
 
 POLICIES = ("resident", "zero_offload", "zenflow")
 DEFAULT_OUT = "runs/train_gpt"
@@ -36,6 +37,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
     defaults = TrainConfig()
     parser.add_argument("--compare", action="store_true", default=False, help="train every policy and print one table")
     parser.add_argument("--policy", choices=POLICIES, help=f"where optimizer state lives ({defaults.policy})")
+    parser.add_argument(
+        "--optimizer", choices=tuple(KINDS), help=f"update rule, which wants its own --lr ({defaults.optimizer})"
+    )
     parser.add_argument("--inner", choices=("inductor", "eager"), help=f"what compiles the graphs ({defaults.inner})")
     for name in _COUNTS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{getattr(defaults, name)}")

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from examples.ranks import on_first_rank
 from examples.settings import TrainConfig
-from zenflow_compile import ZenFlowAdamW
+from zenflow_compile import ZenFlow
 
 _KEPT = 2  # the newest, and the one before it in case the newest is damaged
 _MARK = b"zenflow checkpoint, sha256:"
@@ -63,7 +63,7 @@ class CheckpointFolder:
         self.run = on_first_rank(lambda: secrets.token_hex(4)) if run is None else run
 
     def save(
-        self, config: TrainConfig, step: int, model: nn.Module, optimizer: ZenFlowAdamW, scheduler: LRScheduler
+        self, config: TrainConfig, step: int, model: nn.Module, optimizer: ZenFlow, scheduler: LRScheduler
     ) -> Path:
         """Write a checkpoint after ``step`` finished steps, and remove this run's older ones except for the last.
 
@@ -108,7 +108,7 @@ class CheckpointFolder:
         self._prepare()
         _write(state, path)
 
-    def _write_sharded(self, state: dict[str, Any], model: nn.Module, optimizer: ZenFlowAdamW, path: Path) -> None:
+    def _write_sharded(self, state: dict[str, Any], model: nn.Module, optimizer: ZenFlow, path: Path) -> None:
         """Write ``state`` and the parts of all ranks to the folder ``path``; a kill leaves the earlier one or this."""
         unfinished, parts = path.with_suffix(_UNFINISHED), path.with_suffix(_PARTS)
         locked = ExitStack()
@@ -166,7 +166,7 @@ def load_weights(state: dict[str, Any], path: str | Path, model: nn.Module) -> N
     model.load_state_dict(weights)
 
 
-def load_sharded(path: str | Path, model: nn.Module, optimizer: ZenFlowAdamW) -> None:
+def load_sharded(path: str | Path, model: nn.Module, optimizer: ZenFlow) -> None:
     """Load the parts that this rank has of a sharded model and its optimizer; all ranks call it."""
     weights, moments = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": weights, "optimizer": moments}

@@ -22,6 +22,7 @@ class TrainConfig:
 
     Attributes:
         policy: where optimizer state lives: ``resident``, ``zero_offload`` or ``zenflow``.
+        optimizer: a rule of ``zenflow_compile.rules``, such as ``AdamW`` or ``Lion``.
         steps: optimizer steps.
         batch: sequences per step.
         context: tokens per sequence.
@@ -51,6 +52,7 @@ class TrainConfig:
     """
 
     policy: str = "zenflow"
+    optimizer: str = "AdamW"
     steps: int = 400
     batch: int = 16
     context: int = 64

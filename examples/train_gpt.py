@@ -36,6 +36,7 @@ from examples.gpt import GPT
 from examples.ranks import own_part, process_group, ranks
 from examples.settings import TrainConfig, TrainResult
 from examples.stdlib_text import Text, load_text, training_batch, validation_batches
+from zenflow_compile.rules import KINDS
 
 CORES_OF_PYTORCH = 0.5  # where the device is the CPU itself
 
@@ -145,7 +146,7 @@ def train(config: TrainConfig, *, text: Text | None = None, console: Console | N
 
 
 def recorded(
-    config: TrainConfig, optimizer: zf.ZenFlowAdamW, flops: float, console: Console
+    config: TrainConfig, optimizer: zf.ZenFlow, flops: float, console: Console
 ) -> AbstractContextManager[zf.Profile]:
     """A profile of the steps inside the block, which the terminal shows meanwhile under ``config.live``."""
     if config.live:
@@ -169,7 +170,7 @@ def compile_model(config: TrainConfig, model: GPT) -> Callable[[Tensor, Tensor],
     return model
 
 
-def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
+def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlow:
     """The optimizer: the one line that differs from a loop under ``torch.optim.AdamW``."""
     windows: dict[str, Any] = {
         "update_interval": config.update_interval,
@@ -177,10 +178,9 @@ def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlowAdamW:
         "full_warm_up_rounds": config.warm_up,
     }
     on_host: dict[str, Any] = {"state_dtype": config.state_dtype}
-    return zf.ZenFlowAdamW(
+    return zf.ZenFlow(  # with the rule AdamW it is zf.ZenFlowAdamW
         model.named_parameters(),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
+        KINDS[config.optimizer](lr=config.lr, weight_decay=config.weight_decay),
         policy=config.policy,
         **(windows if config.policy == "zenflow" else {}),
         **({} if config.policy == "resident" else on_host),

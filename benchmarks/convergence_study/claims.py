@@ -70,7 +70,8 @@ def gather(study: Study, outcomes: Outcomes, phase: Phase, seeds: Sequence[int])
 
 def judge(phase: Phase, losses: Losses, seeds: Sequence[int]) -> list[Verdict]:
     """One verdict per claimed rule; from scratch, one more on whether the measurement would notice a bad rule."""
-    pairs = {rule.name: Paired.of(losses[rule.name], losses[REFERENCE.name]) for rule in RULES[phase]}
+    judged = [rule for rule in RULES[phase] if rule.claimed or rule is CONTROL]
+    pairs = {rule.name: Paired.of(losses[rule.name], losses[REFERENCE.name]) for rule in judged}
     verdicts = []
     for rule in RULES[phase]:
         if rule.claimed:

@@ -25,6 +25,8 @@ class Rule:
         update_interval: as in ``ZenFlowAdamW``.
         staleness: as in ``ZenFlowAdamW``.
         state_dtype: as in ``ZenFlowAdamW``.
+        optimizer: a rule of ``zenflow_compile.rules``.
+        rate: its highest learning rate, as a share of the study's.
         limit: claimed mean distance of its validation loss above the reference's, as a share.
         claimed: whether it has to end near the reference. The others are shown for comparison.
         one_seed: whether the first seed is enough.
@@ -35,6 +37,8 @@ class Rule:
     update_interval: int | Literal["auto"] = 4
     staleness: int = 0
     state_dtype: str = "fp32"
+    optimizer: str = "AdamW"
+    rate: float = 1.0
     limit: float = 0.01
     claimed: bool = True
     one_seed: bool = False
@@ -43,6 +47,8 @@ class Rule:
         """``config`` under this rule."""
         return replace(
             config,
+            optimizer=self.optimizer,
+            lr=config.lr * self.rate,
             policy=self.policy,
             update_interval=self.update_interval,
             staleness=self.staleness,
@@ -61,10 +67,16 @@ _S8 = Rule(name="zenflow, S = 8", update_interval=8)
 _AUTO = Rule(name='zenflow, S = "auto"', update_interval="auto")
 _BF16 = Rule(name="zero_offload, bf16 moments", policy="zero_offload", state_dtype="bf16", limit=0.003)
 _INT8 = Rule(name="zero_offload, 8-bit moments", policy="zero_offload", state_dtype="fp8", limit=0.005)
+OTHERS = [
+    Rule(name=f"{name}{windows}", policy=policy, optimizer=name, rate=rate, claimed=False, one_seed=True)
+    for name, rate in (("Lion", 0.2), ("SGD", 300.0))
+    for windows, policy in (("", "resident"), (", zenflow, S = 4", "zenflow"))
+]
+"""Other optimizers, each in windows next to itself."""
 RULES: MappingProxyType[Phase, tuple[Rule, ...]] = MappingProxyType(
     {
-        "scratch": (REFERENCE, _S2, _S4, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL),
-        "finetune": (REFERENCE, _S2, _S4, _S8, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL),
+        "scratch": (REFERENCE, _S2, _S4, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL, *OTHERS),
+        "finetune": (REFERENCE, _S2, _S4, _S8, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL, *OTHERS),
     }
 )
 

@@ -21,9 +21,11 @@ from zenflow_compile.prediction import simulate as simulation
 from zenflow_compile.prediction.forecast import explain
 from zenflow_compile.prediction.predict import predict, scenario_of
 from zenflow_compile.profiling.summary import summarize
+from zenflow_compile.rules import Lion
 
 SMALL = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "1024"]
 POLICIES = {"resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity"}
+STREAMED = ("deep_optimizer_states", "--update-stride", "1")
 FINDINGS: dict[str, Any] = {
     "machine": {"nodes": {"0": [0, 1]}, "workers": 1, "memory_bytes": 10**10, "device": "cpu"},
     "kernel": "native",
@@ -133,6 +135,34 @@ def test_dtype_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert zf.plan(llama(), machine(), tokens=1)["dtype"] == "bf16"
     assert main.main([*SMALL, "--policy", "resident", "--dtype", "fp32"]) == 0
     assert "parameters in fp32" in capsys.readouterr().out
+
+
+def test_update_rule_moves_its_own_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The master and the arrays of the rule both ways, a gradient and a weight of 2 bytes each."""
+
+    def found(rule: str, policy: str, *options: str) -> dict[str, Any]:
+        given = answer([*SMALL, "--no-recompute", "--policy", policy, "--rule", rule, *options], capsys)
+        assert given["rule"] == rule
+        numbers: dict[str, Any] = given["policies"][0]
+        return numbers
+
+    adamw = found("AdamW", "zero_offload")
+    for rule, arrays in (("Lion", 1), ("PlainSGD", 0), ("AdamWAMSGrad", 3)):
+        offloaded, streamed = found(rule, "zero_offload"), found(rule, *STREAMED)
+        shares = (8 + 8 * arrays) / 24, (8 + 8 * arrays + 4) / 28
+        state = offloaded["needs"]["host"]["optimizer state"] / adamw["needs"]["host"]["optimizer state"]
+        assert state == pytest.approx(shares[0], rel=1e-3)
+        assert offloaded["host_update_s"] / adamw["host_update_s"] == pytest.approx(
+            shares[1], rel=0.03
+        )  # copies share the host's memory
+        assert streamed["state"] / found("AdamW", *STREAMED)["state"] == pytest.approx(shares[0], rel=0.01)
+    assert found("Lion", "resident")["step_s"] < found("AdamW", "resident")["step_s"]
+    assert main.main([*SMALL, "--policy", "resident", "--rule", "Lion"]) == 0
+    assert "updated by Lion" in " ".join(capsys.readouterr().out.split())
+    own = zf.plan(llama(), machine(), tokens=1, policy="resident", rule=Lion())
+    assert own["rule"] == "Lion"
+    with pytest.raises(ValueError, match=r'rule=.Lyon. is not one of .*did you mean "Lion"'):
+        zf.plan(llama(), machine(), tokens=1, rule="Lyon")
 
 
 def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:

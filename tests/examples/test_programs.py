@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zenflow_compile
+from zenflow_compile import rules
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PROGRAMS = ["classify", "finetune_lm", "report_picture", "train_gpt"]
@@ -36,6 +37,7 @@ def test_only_public_names_are_imported(path: Path) -> None:
             imported |= {f"{node.module}.{each.name}" for each in node.names}
     ours = {each for each in imported if each.partition(".")[0] == "zenflow_compile"}
     public = {"zenflow_compile", *(f"zenflow_compile.{name}" for name in zenflow_compile.__all__)}
+    public |= {f"zenflow_compile.rules.{name}" for name in rules.__all__}
     assert ours <= public
 
 

@@ -16,7 +16,7 @@ from zenflow_compile.performance.equations import NEVER, stride_of, update_strid
 from zenflow_compile.performance.hardware import hardware as named_hardware
 from zenflow_compile.performance.models import model as named_model
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT32
-from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
+from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_param
 from zenflow_compile.prediction.estimate import Estimator
 from zenflow_compile.prediction.forecast import (
     Forecast,
@@ -144,10 +144,11 @@ def test_explained_stride_is_the_chosen_one(dtypes: tuple[Any, ...], weight_byte
     assert f"= {expected:.4g} (" in equation
 
 
-def test_stride_weight_is_the_largest_offloadable() -> None:
-    assert stride_weight_bytes([]) == 0
-    assert stride_weight_bytes([ParamSpec("", (9,), torch.float64), ParamSpec("", (2,), torch.float16)]) == 2
-    assert stride_weight_bytes([ParamSpec("", (9,), torch.float64)]) == 8
+def test_stride_is_chosen_for_the_largest_offloadable() -> None:
+    large, small = ParamSpec("", (9,), torch.float64), ParamSpec("", (2,), torch.float16)
+    assert stride_param([]) is None
+    assert stride_param([large, small]) is small
+    assert stride_param([large]) is large
 
 
 def test_optimizer_object_updates_after_backward() -> None:

@@ -12,11 +12,11 @@ import pytest
 from tests.support.machines import llama, machine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import models
-from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, hardware
+from zenflow_compile.performance.hardware import hardware
 from zenflow_compile.performance.model_shape import ModelShape, flops_per_token, shape_of
 from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
-from zenflow_compile.planning.plan import Plan
+from zenflow_compile.planning.plan import Plan, device_update_bytes
 from zenflow_compile.planning.planners import ParamSpec, divide, make_plan
 from zenflow_compile.prediction import workload
 from zenflow_compile.prediction.simulate import SteadyStep, simulate, steady_step
@@ -182,4 +182,4 @@ def test_device_updates_what_a_rank_does(options: dict[str, Any]) -> None:
     share = divide(replace(plan, rank=0, ranks=4))
     own = sum(param.k * param.length if param.offloaded else param.numel for param in share.params)
     seconds = found.update + sum(group.update for group in found.subgroups)
-    assert seconds == pytest.approx(own * DEVICE_UPDATE_BYTES / 1e9, rel=0.02)  # ranks select whole slices each
+    assert seconds == pytest.approx(own * device_update_bytes(12) / 1e9, rel=0.02)  # ranks select whole slices each

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from tests.support.exact import Exact
 from tests.support.made_up_rules import RULES
-from zenflow_compile import rules
+from zenflow_compile.rules import KINDS
 from zenflow_compile.rules.rule import Rule, named
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates import column_ops
@@ -191,7 +191,7 @@ def test_update_slices(
 
 
 EVERY_RULE = [
-    *(getattr(rules, name)() for name in rules.__all__ if name not in ("Array", "Rule")),
+    *(kind() for kind in KINDS.values()),
     *RULES,
 ]
 by_rule = pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: type(rule).__name__)
@@ -207,9 +207,11 @@ def test_updates_have_the_bits_of_the_rule(rule: Rule, moments: str, device: str
     slices, length, step = 18, 70, 3
     form = StateForm(moments=moments, length=length, arrays=rule.arrays)
     drawn = [torch.rand(slices, length) if array.nonnegative else torch.randn(slices, length) for array in rule.arrays]
+    if drawn:
+        drawn[-1][3, 0] = torch.nan
     arrays = form.compress(*drawn, step=1)
     gradient, weight = torch.randn(slices, length).bfloat16(), torch.randn(slices, length)
-    gradient[0], gradient[1, 0], gradient[2, 0] = 0.0, torch.nan, torch.inf
+    gradient[0, ::2], gradient[0, 1::2], gradient[1, 0], gradient[2, 0] = 0.0, -0.0, torch.nan, torch.inf
     options = rule.options_of(dict(rule.numbers) | {"lr": 0.01})
     coefficients = StepCoefficients(options, Number.known(-0.5), rule)
     numbers = window_numbers([coefficients], step)

@@ -101,6 +101,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence", type=int, metavar="N", help="tokens of a sequence (2048, or the model's context if it is shorter)"
     )
     parser.add_argument("--dtype", metavar="{bf16,fp16,fp32}", help="of the weights (the model's own, or bf16)")
+    parser.add_argument("--rule", default="AdamW", help="the update rule, such as Lion (AdamW)")
     parser.add_argument("--epoch-tokens", type=float, metavar="N", help="tokens of an epoch, for its hours")
     parser.add_argument(
         "--implicit",

@@ -37,7 +37,10 @@ from zenflow_compile.prediction.forecast import SOME_DISK, Combination, Scenario
 from zenflow_compile.prediction.predict import Prediction, predict, scenario_of, timeline
 from zenflow_compile.profiling.chrome_trace import write_chrome_trace
 
-_SCENARIO = ("tokens", "sequence", "dtype", "devices", "nodes", "policy", "implicit", "recompute", "epoch_tokens")
+_SCENARIO = (
+    *("tokens", "sequence", "dtype", "rule", "devices", "nodes"),
+    *("policy", "implicit", "recompute", "epoch_tokens"),
+)
 
 
 _MODELS_OF_A_PROCESS = 8  # a process starts in about the time of two models

@@ -81,9 +81,10 @@ def heading(asked: Scenario) -> str:
         devices += f" on {asked.hardware.nodes} nodes"
     sequences = f" in sequences of {asked.model.context}" if asked.model.context else ""
     form = "without" if asked.in_backward else "with"
+    rule = "" if asked.rule_name == "AdamW" else f", updated by {asked.rule_name}"
     return (
         f"{asked.model.name}, {asked.model.numel / 1e9:.2f}e9 parameters in {asked.dtype}, on {asked.hardware.name}, "
-        f"{devices}, {asked.tokens} tokens per device and step{sequences}, {form} an optimizer object"
+        f"{devices}, {asked.tokens} tokens per device and step{sequences}, {form} an optimizer object{rule}"
     )
 
 

@@ -16,10 +16,6 @@ HOST_PASS_BYTES = 28
 """Host memory per parameter that ``Hardware.adam_per_core`` counts: fp32 master and moments read and written, one bf16
 gradient read, bf16 weights written."""
 
-DEVICE_UPDATE_BYTES = 28
-"""Device memory per parameter of AdamW: moments and master (fp32 weights are their own) read and written, 24 bytes;
-gradient read, weights of the model's dtype written. With fp32 weights moments 16, weights 8, gradient 4: as many."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidths:

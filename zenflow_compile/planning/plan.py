@@ -400,6 +400,10 @@ class ParamPlan:
         return self.k * (self.length * FP32_BYTES + self._array_bytes(self.length))
 
     @property
+    def device_update_bytes(self) -> float:
+        return device_update_bytes(FP32_BYTES * self.wide_tensors)
+
+    @property
     def wide_tensors(self) -> int:
         """Tensors of the state in fp32: the master and the rule's arrays."""
         return 1 + len(self.rule.arrays)
@@ -544,6 +548,15 @@ class GradientBuffers:
     def nbytes(self) -> int:
         """Bytes of a buffer."""
         return self.shape[0] * self.shape[1] * (1 if self.plan.compressed else self.plan.dtype.itemsize)
+
+
+def device_update_bytes(wide_bytes: float) -> float:
+    """Bytes of device memory per element that an update there reads and writes; ``wide_bytes``: its state in fp32.
+
+    Master (fp32 weights are their own) and arrays both ways, a gradient and a weight of two bytes each: AdamW's 28.
+    With fp32 weights these are moments 16, weights 8, gradient 4: as many.
+    """
+    return 2 * wide_bytes + 4
 
 
 def moment_bytes(moments: str, elements: int) -> int:

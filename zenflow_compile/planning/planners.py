@@ -111,10 +111,9 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
-def stride_weight_bytes(params: Sequence[ParamSpec | ParamPlan]) -> int:
-    """Bytes of a weight that ``update_stride`` is chosen for: of the largest parameter with an offloadable dtype."""
-    largest = max(params, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel), default=None)
-    return 0 if largest is None else largest.dtype.itemsize
+def stride_param(params: Sequence[ParamSpec]) -> ParamSpec | None:
+    """The parameter that ``update_stride`` is chosen for: the largest one with an offloadable dtype."""
+    return max(params, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel), default=None)
 
 
 def make_plan(specs: Sequence[ParamSpec], options: Options) -> Plan:

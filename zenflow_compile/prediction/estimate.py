@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 from zenflow_compile.options.options import OPTION_NAMES, Options
-from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, HOST_PASS_BYTES, Hardware
+from zenflow_compile.performance.hardware import HOST_PASS_BYTES, Hardware
 from zenflow_compile.performance.memory import MemoryNeeds, activation_bytes
 from zenflow_compile.planning.cached_state import file_window_bytes, resident_in_window
 from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan, Plan
@@ -289,7 +289,6 @@ class Estimator:
             for group, turn in members.keys() - works.keys():
                 works[group, turn] = _work_of(plans[group], hardware.devices, loads=group[2], in_turn=turn)
             totals.append(_sum([(works[key], count) for key, count in members.items()]))
-        device_update = DEVICE_UPDATE_BYTES / hardware.device_bandwidth
         blocks, rewrites = [], []
         for (name, indices), forward, work in zip(self._named, self._forwards, totals, strict=True):
             load = _load(name, work.load, work.load_weight, work.rebuilt, hardware)
@@ -306,13 +305,13 @@ class Estimator:
                 )
             )
             if (rewritten := _load(name, work.rewritten, work.rewritten, 0.0, hardware)) is not None:
-                rewrites.append(Rewrite(rewritten, work.rewritten_elements * device_update))
+                rewrites.append(Rewrite(rewritten, work.updated_rewritten / hardware.device_bandwidth))
         turning = sum(work.file_turns for work in totals)
         return Workload(
             blocks=tuple(blocks),
-            subgroups=_subgroups(placed, plans, hardware.devices, device_update / hardware.devices),
+            subgroups=_subgroups(placed, plans, hardware),
             cycle=1,
-            update=sum(work.updated_elements for work in totals) * device_update,
+            update=sum(work.updated for work in totals) / hardware.device_bandwidth,
             file_ring=round(plan.file_window_bytes - plan.file_bytes + turning) // hardware.devices,
             head=self._head,
             backward_head=(3.0 if recompute else 2.0) * self._head,
@@ -363,8 +362,9 @@ class _Work:
         down: of gradients, copied when they are produced; pending: when they are final.
         host, upload, file: see ``Flush``; converting: its seconds. file_turns: of all its update windows together.
         load: over the link for a loaded weight; load_weight: of it; rebuilt: written from selected slices' masters.
-        rewritten: of loaded weights that the device updates; rewritten_elements: of those without streamed state.
-        updated_elements: that one device updates otherwise.
+        rewritten: of loaded weights that the device updates.
+        updated_rewritten: of device memory that updates of those without streamed state read and write; updated: that
+            other updates on one device do.
     """
 
     reduced: float = 0
@@ -382,8 +382,8 @@ class _Work:
     load_weight: float = 0
     rebuilt: float = 0
     rewritten: float = 0
-    rewritten_elements: float = 0
-    updated_elements: float = 0
+    updated_rewritten: float = 0
+    updated: float = 0
 
 
 _WORK = tuple(each.name for each in fields(_Work))
@@ -394,7 +394,7 @@ def _sum(works: Sequence[tuple[_Work, int]]) -> _Work:
 
 
 def _work_of(param: ParamPlan, devices: int, *, loads: bool, in_turn: bool) -> _Work:
-    size, own = param.weight_bytes, own_elements(param, devices)
+    size, updating = param.weight_bytes, own_elements(param, devices) * param.device_update_bytes
     if not (param.offloaded and param.deferred):
         rewrites = loads and not param.offloaded
         alone = not param.streamed and not rewrites
@@ -406,8 +406,8 @@ def _work_of(param: ParamPlan, devices: int, *, loads: bool, in_turn: bool) -> _
             load=size if loads else 0,
             load_weight=size if loads else 0,
             rewritten=size if rewrites else 0,
-            rewritten_elements=param.numel if rewrites and not param.streamed else 0,
-            updated_elements=own if alone else 0,
+            updated_rewritten=param.numel * param.device_update_bytes if rewrites and not param.streamed else 0,
+            updated=updating if alone else 0,
         )
     flushed = 1 / param.interval
     return _Work(
@@ -424,7 +424,7 @@ def _work_of(param: ParamPlan, devices: int, *, loads: bool, in_turn: bool) -> _
         load=param.upload_bytes if loads else 0,
         load_weight=size if loads else 0,
         rebuilt=param.k * param.length * (FP32_BYTES + param.dtype.itemsize) if loads else 0,
-        updated_elements=own,
+        updated=updating,
     )
 
 
@@ -469,23 +469,21 @@ def _parts(name: str, work: _Work, plan: Plan, devices: int) -> tuple[Part, ...]
     return (Part(schedule.blocking, schedule.staleness, down, (pending,), (flush,)),)
 
 
-def _subgroups(
-    placed: _Placed, plans: Mapping[_Group, ParamPlan], devices: int, device_update: float
-) -> tuple[Subgroup, ...]:
+def _subgroups(placed: _Placed, plans: Mapping[_Group, ParamPlan], hardware: Hardware) -> tuple[Subgroup, ...]:
     """Streamed subgroups, equally many consecutive ones as one."""
     of_kind = {kind: plan for (kind, side, _), plan in plans.items() if side is Side.STREAMED}
-    sizes: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, tuple[float, int]] = {}
     for number, kind in placed.streamed:
-        elements, size = sizes.get(number, (0, 0))
-        sizes[number] = elements + of_kind[kind].numel, size + of_kind[kind].whole_state_bytes
+        (updating, size), param = sizes.get(number, (0, 0)), of_kind[kind]
+        sizes[number] = updating + param.numel * param.device_update_bytes, size + param.whole_state_bytes
     all_sizes = [*sizes.values()]
     together = max(1, -(-len(all_sizes) // BLOCKS))
     parts = [all_sizes[first : first + together] for first in range(0, len(all_sizes), together)]
     return tuple(
         Subgroup(
             name=f"subgroup {number}",
-            state=sum(size for _, size in part) // devices,
-            update=sum(elements for elements, _ in part) * device_update,
+            state=sum(size for _, size in part) // hardware.devices,
+            update=sum(updating for updating, _ in part) / hardware.devices / hardware.device_bandwidth,
         )
         for number, part in enumerate(parts)
     )

@@ -22,13 +22,20 @@ from zenflow_compile.performance.equations import (
     stride_of,
     update_stride,
 )
-from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
+from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.memory import MemoryNeeds, activation_values, needs_of
 from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.performance.traffic import Traffic, traffic_of
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from zenflow_compile.planning.plan import FP32_BYTES, QUANTIZATION_BLOCK, STATE_BYTES, Plan, moment_bytes
-from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_weight_bytes
+from zenflow_compile.planning.plan import (
+    FP32_BYTES,
+    QUANTIZATION_BLOCK,
+    STATE_BYTES,
+    Plan,
+    device_update_bytes,
+    moment_bytes,
+)
+from zenflow_compile.planning.planners import ParamSpec, make_plan, stride_param
 from zenflow_compile.planning.weight_memory import (
     WeightMemory,
     divide_budget,
@@ -89,6 +96,11 @@ class Scenario:
         names = {str(dtype): name for name, dtype in DTYPES.items()}
         found = dict.fromkeys(str(spec.dtype) for spec in self.model.params)
         return "+".join(names.get(each, each) for each in found)
+
+    @property
+    def rule_name(self) -> str:
+        """Names of the update rules, joined."""
+        return "+".join(dict.fromkeys(type(spec.rule).__name__ for spec in self.model.params))
 
     def final_at_step(self, options: Options) -> bool:
         """Whether gradients are final only after the whole backward: with an optimizer object, or a global norm."""
@@ -386,13 +398,21 @@ def changed(options: Options) -> dict[str, Any]:
 
 
 def stride_rates(
-    hardware: Hardware, *, weight_bytes: float = 2, window: int = 1, state_bytes: float = STATE_BYTES
+    hardware: Hardware,
+    *,
+    weight_bytes: float = 2,
+    window: int = 1,
+    state_bytes: float = STATE_BYTES,
+    wide_bytes: float = STATE_BYTES,
 ) -> dict[str, float]:
     """The arguments of ``update_stride`` for a machine, per device, with the workers that it has by default.
 
     The slower of its workers and its memory limits the host's update, which also casts. Its one pass over an update
     window counts as ``window`` updates, since the device would update, and stream the state, in each of these steps; it
     reads as many gradients. So mixtures with ``zenflow`` stream less than a blocking policy would.
+
+    Args:
+        weight_bytes, state_bytes: of an element, as they are stored. wide_bytes: of its state in fp32.
     """
     host_bytes = 2 * state_bytes + 2 * weight_bytes  # state both ways, a gradient read, a weight written
     cores = hardware.devices * hardware.workers * hardware.adam_per_core
@@ -400,7 +420,7 @@ def stride_rates(
     updates_per_pass = window * host_bytes / (host_bytes + (window - 1) * weight_bytes)
     return {
         "cpu_update": updates_per_pass * node / hardware.devices,
-        "gpu_update": hardware.device_bandwidth / DEVICE_UPDATE_BYTES,
+        "gpu_update": hardware.device_bandwidth / device_update_bytes(wide_bytes),
         # State goes both ways. Equation 1 counts it in fp32.
         "link": min(hardware.link_to_host, hardware.link_to_device) / FP32_BYTES * STATE_BYTES / state_bytes,
         "cpu_downscale": math.inf,
@@ -408,12 +428,16 @@ def stride_rates(
 
 
 def _rates_of(options: Options, hardware: Hardware, specs: Sequence[ParamSpec]) -> dict[str, float]:
-    per_block = FP32_BYTES * QUANTIZATION_BLOCK + 2 * moment_bytes(options.state_dtype, QUANTIZATION_BLOCK)
+    largest = stride_param(specs)
+    arrays = () if largest is None else largest.rule.arrays
+    dtypes = (options.state_dtype if array.rounded else "fp32" for array in arrays)
+    per_block = FP32_BYTES * QUANTIZATION_BLOCK + sum(moment_bytes(dtype, QUANTIZATION_BLOCK) for dtype in dtypes)
     return stride_rates(
         hardware,
-        weight_bytes=stride_weight_bytes(specs),
+        weight_bytes=0 if largest is None else largest.dtype.itemsize,
         window=options.longest_window,
         state_bytes=per_block / QUANTIZATION_BLOCK,
+        wide_bytes=FP32_BYTES * (1 + len(arrays)),
     )
 
 

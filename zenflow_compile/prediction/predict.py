@@ -28,6 +28,7 @@ from zenflow_compile.prediction.forecast import (
 from zenflow_compile.prediction.simulate import simulate as simulate_plan
 from zenflow_compile.prediction.strides import fastest_stride
 from zenflow_compile.profiling.recording import Recording
+from zenflow_compile.rules import KINDS, Rule
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,7 @@ class Prediction:
             "model": asked.model.name,
             "parameters": asked.model.numel,
             "dtype": asked.dtype,
+            "rule": asked.rule_name,
             "hardware": asked.hardware.name,
             "nodes": asked.hardware.nodes,
             "devices": asked.hardware.all_devices,
@@ -127,6 +129,7 @@ def plan(
     epoch_tokens: float | None = None,
     device_bytes: float | None = None,
     host_bytes: float | None = None,
+    rule: str | Rule = "AdamW",
     **options: Any,
 ) -> dict[str, Any]:
     """Predict memory, time and traffic of every policy, and which is the fastest that fits.
@@ -150,10 +153,11 @@ def plan(
         recompute: activations are computed again in the backward; None: where that makes the fastest step.
         epoch_tokens: of an epoch, over all devices, for its hours.
         device_bytes, host_bytes: memory of a device, of a node; None takes the hardware's.
+        rule: the update rule, or its name, such as ``"Lion"``.
         options: of ``ZenFlowAdamW``. With ``gradient_accumulation_steps`` the tokens come in as many micro-batches.
 
     Returns:
-        ``model``, ``parameters``, ``dtype``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
+        ``model``, ``parameters``, ``dtype``, ``rule``, ``hardware``, ``nodes``, ``devices`` of all nodes, ``tokens``,
         ``sequence``, ``implicit``; ``micro_batches`` and ``recompute`` of the recommended run; ``policies``, a dict per
         policy with the fields of ``prediction.forecast.Forecast``; ``exchanges``, by way of sharing the work (see
         ``performance.traffic.Sharing``): bytes per step that a device sends and that leave a node, and bytes of a
@@ -178,6 +182,7 @@ def plan(
         epoch_tokens=epoch_tokens,
         device_bytes=device_bytes,
         host_bytes=host_bytes,
+        rule=rule,
         **options,
     )
     return predict(scenario).as_dict()
@@ -243,6 +248,7 @@ def scenario_of(
     epoch_tokens: float | None = None,
     device_bytes: float | None = None,
     host_bytes: float | None = None,
+    rule: str | Rule = "AdamW",
     **options: Any,
 ) -> Scenario:
     """Check the arguments of ``plan`` and ``simulate``; errors as there."""
@@ -255,8 +261,13 @@ def scenario_of(
     chosen = _options(policy, machine, options)
     in_use = _in_use(machine, devices, device_bytes, host_bytes).across(nodes)
     _check_offloaded_weights(chosen, in_use)
+    by = _rule(rule)
     return Scenario(
-        model=replace(shape, context=_sequence(sequence, _of_micro_batch(count, chosen), shape)),
+        model=replace(
+            shape,
+            params=tuple(replace(spec, rule=by) for spec in shape.params),
+            context=_sequence(sequence, _of_micro_batch(count, chosen), shape),
+        ),
         hardware=in_use,
         policy=policy,
         options=chosen,
@@ -266,6 +277,12 @@ def scenario_of(
         divided=chosen.gradient_accumulation_steps is None,
         epoch_tokens=epoch_tokens,
     )
+
+
+def _rule(rule: object) -> Rule:
+    if isinstance(rule, Rule):
+        return rule
+    return KINDS[check_choice("rule", rule, tuple(KINDS))]()
 
 
 def _model(model: object, dtype: torch.dtype | None) -> ModelShape:

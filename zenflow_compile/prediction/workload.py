@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from zenflow_compile.performance.hardware import DEVICE_UPDATE_BYTES, Hardware
+from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shape import ModelShape, flops_per_token
 from zenflow_compile.planning.model_blocks import Run, runs_of_blocks
 from zenflow_compile.planning.plan import FP32_BYTES, ParamPlan, Plan
@@ -222,20 +222,22 @@ def workload_of(
                 parts=_parts(plan, params, in_turn, steps, devices),
             )
         )
-    update_rate = hardware.device_bandwidth / DEVICE_UPDATE_BYTES
     rewritten = [param for param in plan.params if plan.rewrites_weight(param)]
     others = [param for param in plan.params if not param.streamed and not plan.rewrites_weight(param)]
     return Workload(
         blocks=tuple(blocks),
         subgroups=_subgroups(plan, hardware),
         cycle=len(steps),
-        update=sum(own_elements(param, devices) for param in others) / update_rate,
+        update=sum(own_elements(param, devices) * param.device_update_bytes for param in others)
+        / hardware.device_bandwidth,
         file_ring=plan.file_ring_bytes // devices,
         head=head,
         backward_head=backward_factor * head,
         micro_batches=plan.micro_batches,
         rewrites=tuple(
-            Rewrite(_load(plan, param, hardware), 0.0 if param.streamed else param.numel / update_rate)
+            Rewrite(
+                _load(plan, param, hardware), 0.0 if param.streamed else _updating(param) / hardware.device_bandwidth
+            )
             for param in rewritten
         ),
         ring=0 if plan.weights is None else plan.weights.ring_bytes,
@@ -411,13 +413,18 @@ def _flushed(
     )
 
 
+def _updating(param: ParamPlan) -> float:
+    """Bytes of device memory that the update of a whole parameter reads and writes."""
+    return param.numel * param.device_update_bytes
+
+
 def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
-    share = DEVICE_UPDATE_BYTES / hardware.devices / hardware.device_bandwidth
+    bandwidth = hardware.devices * hardware.device_bandwidth
     return tuple(
         Subgroup(
             name=f"subgroup {number}",
             state=sum(param.whole_state_bytes for param in params) // hardware.devices,
-            update=sum(param.numel for param in params) * share,
+            update=sum(map(_updating, params)) / bandwidth,
         )
         for number, params in plan.streamed_subgroups.items()
     )

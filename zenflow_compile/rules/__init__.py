@@ -13,7 +13,15 @@ from zenflow_compile.rules.rmsprop import CenteredRMSprop, MomentumRMSprop, RMSp
 from zenflow_compile.rules.rule import Array, Rule
 from zenflow_compile.rules.sgd import SGD, NesterovSGD, PlainSGD
 
+_KINDS = (
+    *(AdamW, AdamWAMSGrad, Adam, AMSGrad, NAdam, RAdam, Adamax, Adagrad),
+    *(RMSprop, MomentumRMSprop, CenteredRMSprop, SGD, NesterovSGD, PlainSGD, Lion),
+)
+KINDS: dict[str, type[Rule]] = {kind.__name__: kind for kind in _KINDS}
+"""The rules by name."""
+
 __all__ = [
+    "KINDS",
     "SGD",
     "AMSGrad",
     "Adagrad",

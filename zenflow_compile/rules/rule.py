@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from zenflow_compile.checks.validate import check_flag, check_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_ARRAYS = 4
 """Arrays of a rule's state, and values of its windows together; ``kMostArrays`` in native/windows.h."""
@@ -218,21 +219,25 @@ def check_betas(betas: Any) -> tuple[float, float]:
     return first, second
 
 
-def plain(name: str, value: Any, read: Callable[[Tensor], Tensor] = Tensor.cpu) -> Any:
+def plain(name: str, value: Any, read: Callable[[Tensor], Tensor] = lambda tensor: tensor.cpu()) -> Any:
     """A group's value with numbers in place of tensors of one element, which ``read`` copies to the host.
 
     Raises:
         ValueError: a tensor of more elements, or a tensor next to a number.
     """
     if isinstance(value, (tuple, list)):
-        if len({isinstance(each, Tensor) for each in value}) > 1:
+        if len({_is_tensor(each) for each in value}) > 1:
             raise ValueError(f"{name}={value!r} must be numbers, both of them floats or both tensors")
         return tuple(plain(f"{name}[{place}]", each, read) for place, each in enumerate(value))
-    if not isinstance(value, Tensor):
+    if not _is_tensor(value):
         return value
     if value.numel() != 1:
         raise ValueError(f"{name} is a tensor of {value.numel()} elements; it must be a number, or a tensor of one")
     return read(value).item()
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "numel")  # predictions read rules without importing PyTorch
 
 
 def named(names: Sequence[str], values: Sequence[Any]) -> Any:
