@@ -31,6 +31,13 @@ class NAdam(Rule):
     of_gradient: ClassVar[tuple[str, ...]] = ("beta1", "beta1_rest", "beta2", "beta2_rest", "weight_decay", "mu")
     of_window = ("of_last", "of_average", "following", "bias_correction2", "eps")
 
+    def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """PyTorch has the product of momenta once."""
+        if "mu_product" not in entry or "exp_avg" not in entry:
+            return entry
+        rest = entry["exp_avg"].clone().fill_(1.0 - float(entry["mu_product"]))
+        return {name: value for name, value in entry.items() if name != "mu_product"} | {"mu_rest": rest}
+
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         betas = options.beta1, 1.0 - options.beta1, options.beta2, 1.0 - options.beta2
         return *betas, options.weight_decay, _momentum(options, count)

@@ -44,6 +44,12 @@ class MomentumRMSprop(RMSprop):
     switches: ClassVar[Mapping[str, str]] = {"centered": "CenteredRMSprop"}
     of_gradient: ClassVar[tuple[str, ...]] = (*RMSprop.of_gradient, "momentum", "of_momentum", "of_gradient")
 
+    def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """PyTorch has no buffer where there was no momentum."""
+        if "momentum_buffer" in entry or "square_avg" not in entry:
+            return entry
+        return {"momentum_buffer": entry["square_avg"].clone().fill_(0.0), **entry}
+
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         """Where ``momentum`` is 0, the buffer stays, and the gradient alone moves the weight."""
         has_momentum = options.momentum != 0.0

@@ -115,6 +115,10 @@ class Rule(ABC):
             )
         return options
 
+    def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A parameter's entry in a state of PyTorch's optimizer, with ``step`` and ``arrays`` as they are here."""
+        return entry
+
     def impossible(self, options: Any) -> str:
         """What is wrong with numbers that were read from a file; empty if a step may have had them."""
         betas = [value for name, value in options._asdict().items() if name.startswith("beta")]

@@ -18,6 +18,10 @@ class SGD(Rule):
     of_gradient: ClassVar[tuple[str, ...]] = ("momentum", "rest", "weight_decay", "lr", "of_momentum", "of_gradient")
     of_window = ()
 
+    def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """PyTorch counts no steps: a buffer has had a gradient."""
+        return {"step": 1.0, **entry} if "momentum_buffer" in entry else entry
+
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         """Where ``momentum`` is 0, the buffer stays, and the gradient alone moves the weight."""
         if options.momentum == 0.0:

@@ -97,8 +97,9 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
         entries = {index: _updated_by_pytorch(engine, index, entry) for index, entry in entries.items()}
     elif _is_filled_in(entries):
+        of_rule = {index: engine.registry.rule.from_pytorch(entry) for index, entry in entries.items()}
         entries = {
-            index: {name: entry[name] for name in of_pytorch if name in entry} for index, entry in entries.items()
+            index: {name: entry[name] for name in of_pytorch if name in entry} for index, entry in of_rule.items()
         }
     if not any("plan" in entry for entry in entries.values()):
         return _check_pytorch_state(engine, entries, taken)
@@ -254,9 +255,10 @@ def _check_pytorch_state(engine: Engine, entries: dict[int, Mapping[str, Any]], 
     used: dict[int, Mapping[str, Any]] = {}
     for index, entry in entries.items():
         plan = engine.plan.params[index].whole
-        part = _Part(entry, repr(plan.name))
         if not entry:
             continue  # the parameter has had no gradient
+        entry = rule.from_pytorch(entry)
+        part = _Part(entry, repr(plan.name))
         if "max_exp_avg_sq" in entry and "max_exp_avg_sq" not in _entries_of_pytorch(engine):
             raise ValueError(
                 f"the state dict has 'max_exp_avg_sq' for {plan.name!r}, of a torch.optim.AdamW with amsgrad=True, "
