@@ -65,7 +65,7 @@ class LazyEngine:
         self,
         optimizer: Any,
         given: Options,
-        rule: Rule,
+        rules: Sequence[Rule],
         backward_ended: Callable[[Any], None],
         ranks: RankGroup | None,
     ) -> None:
@@ -76,7 +76,7 @@ class LazyEngine:
         self._alone = optimizer._trains_alone
         self._closed = self._taken_over = False
         self._given = self._options = given
-        self._rule = rule
+        self._rules = rules  # by group, as those: one that is added has its own
         self._kind = type(optimizer).__name__
         self._updating_in_backward = optimizer._steps_in_backward
         self._backward_ended = backward_ended
@@ -87,7 +87,8 @@ class LazyEngine:
         self._calls = [len(self._groups)]
         params = [param for group in self._groups for param in group["params"]]
         check_native_code()
-        rule_address(rule)
+        for rule in rules:
+            rule_address(rule)
         _check_offloaded_weights(given, alone=ranks is None)
         if given.offload_weights == "auto":
             check_room(device_of(params[0].device))
@@ -150,11 +151,12 @@ class LazyEngine:
         freed = sum(each.host_bytes for each in earlier)
         try:
             refuse_other_sharding(self.claim.params, params)
+            rule_address(self._rules[-1])
             named = _named(self._groups)[-1:]
             if engine is None:
                 self._check_plan([*self.claim.params, *params], freed=freed)
             else:
-                engine.registry.plan_with(named, freed=freed)
+                engine.registry.plan_with(named, len(self._groups) - 1, freed=freed)
             self._claim(params, earlier)
             if engine is not None:
                 if self._ranks is not None:
@@ -252,14 +254,14 @@ class LazyEngine:
         refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
         check_devices(self.claim.params, device)
         _check_offloaded_weights(self._given, alone=self._ranks is None)
-        options = _resolve(self._given, named, self._rule, in_backward=self._updating_in_backward)
+        options = _resolve(self._given, named, self._rules, in_backward=self._updating_in_backward)
         if self._ranks is not None:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
         sharded = sharding_of(self.claim.params) is not None
         engine = Engine(
             self._groups,
             options,
-            self._rule,
+            self._rules,
             device,
             in_backward=self._updating_in_backward,
             ranks=self._ranks,
@@ -293,9 +295,9 @@ class LazyEngine:
             plan = self._ranks.divided(plan)
         named = _named(self._groups)
         for first, stop in pairwise((0, *self._calls)):
-            new = [pair for group in named[first:stop] for pair in group]
+            new = specs_of(named[first:stop], self._rules[first:stop])
             upto = local_parts(params)[: len(plan.params) + len(new)]
-            plan = checked_plan(plan, upto, new, self._options, self._rule, freed=freed, processes=local_ranks().size)
+            plan = checked_plan(plan, upto, new, self._options, freed=freed, processes=local_ranks().size)
 
 
 def _owners_of(params: Sequence[Tensor]) -> list[LazyEngine]:
@@ -354,7 +356,7 @@ def _chosen_by_model(options: Options) -> bool:
 
 
 def _resolve(
-    options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], rule: Rule, *, in_backward: bool
+    options: Options, named: Sequence[Sequence[tuple[str, Parameter]]], rules: Sequence[Rule], *, in_backward: bool
 ) -> Options:
     """Let the performance model choose the options that are left to it, from measurements of this machine."""
     if not _chosen_by_model(options):
@@ -371,7 +373,7 @@ def _resolve(
     if options.tokens_per_step is None:  # the device's own work is not known: the update alone is made short
         machine = replace(machine, device_flops=math.inf)
     scenario = forecast.Scenario(
-        model=shape_of(specs_of(pairs, rule)),
+        model=shape_of(specs_of(named, rules)),
         hardware=machine,
         tokens=options.tokens_per_step or 1,
         options=options,

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import repeat
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
@@ -63,8 +63,8 @@ class ZenFlow(torch.optim.Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs, or param groups. Reports and errors show the names.
-        rule: of ``zenflow_compile.rules``, or another one, with the numbers that param groups have by default. They may
-            differ between groups and change at any time.
+        rule: of ``zenflow_compile.rules``, or another one, with the numbers that param groups have by default, which
+            may differ between groups and change at any time. A group with a ``rule`` of its own has that one's.
         maximize: as in PyTorch's optimizers; may differ between groups, too.
         process_group: the ranks that train this model together, as a process group or a device mesh: gradients are
             averaged over them, and each rank has its share of the state and of the updates of offloaded parameters.
@@ -94,13 +94,7 @@ class ZenFlow(torch.optim.Optimizer):
         process_group: ProcessGroup | DeviceMesh | Literal[False] | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(rule, Rule):
-            raise TypeError(
-                f"rule={rule!r} must be an instance of a rule, such as zenflow_compile.rules.Lion(lr=1e-4), and is of "
-                f"type {type(rule).__name__}"
-            )
-        if not hasattr(rule, "numbers"):
-            raise TypeError(f"{type(rule).__name__}.__init__ must call super().__init__(**numbers); add the call")
+        _check_rule(rule)
         # Of this name a state of another rule is refused; PyTorch's optimizers have no such number.
         self._set_up(params, rule, {"rule": type(rule).__name__, "maximize": maximize}, process_group, options)
 
@@ -115,7 +109,7 @@ class ZenFlow(torch.optim.Optimizer):
         """``numbers``: of param groups, where they are not those of the rule."""
         given = Options.from_keywords(**options)
         given.warn_of_unread()
-        self.rule = rule
+        self._rule, self._rules = rule, list[Rule]()
         self._stepped = False
         self._warned_of_no_gradient = False
         defaults = {**dict(rule.numbers), **numbers}
@@ -127,7 +121,7 @@ class ZenFlow(torch.optim.Optimizer):
         check_devices(params, params[0].device)
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
-        self._lazy_engine = LazyEngine(self, given, rule, _backward_ended, ranks)
+        self._lazy_engine = LazyEngine(self, given, self._rules, _backward_ended, ranks)
         adapt_known_readers()
 
     @property
@@ -208,26 +202,45 @@ class ZenFlow(torch.optim.Optimizer):
         if not constructing:
             self._lazy_engine.check_open()
         given, param_group = param_group, _materialized(param_group)
-        check_group({**self.defaults, **param_group}, self.rule)
+        rule = self._rule_of(param_group)
+        if isinstance(param_group.get("rule"), Rule):
+            param_group = {**dict(rule.numbers), **param_group, "rule": type(rule).__name__}
+        check_group({**self.defaults, **param_group}, rule)
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
         for param in params:
             _check_param(param)
         if len({id(param) for param in params}) < len(params):
             raise ValueError("a parameter is in its group twice; model.parameters() has each one once")
         _check_names([*self.param_groups, param_group])
-        given["params"] = param_group["params"]
+        given.update(param_group)
         param_group = given  # as in PyTorch, the caller's dict is the group
         if constructing:
             super().add_param_group(param_group)
+            self._rules.append(rule)
             return
         check_devices(params, self._lazy_engine.claim.params[0].device)
         engine = None if self._lazy_engine.built is None else self.engine
         super().add_param_group(param_group)
+        self._rules.append(rule)
         try:
             self._lazy_engine.add_group(engine, params)
         except BaseException:
             self.param_groups.pop()
+            self._rules.pop()
             raise
+
+    def _rule_of(self, group: Mapping[str, Any]) -> Rule:
+        """The rule of a new group: its own, or that of the optimizer, of which the group may have the name."""
+        rule = group.get("rule", self._rule)
+        if rule == type(self._rule).__name__:
+            return self._rule
+        _check_rule(rule)
+        if rule is not self._rule and isinstance(self, ZenFlowAdamW):
+            raise TypeError(
+                f"a param group of a ZenFlowAdamW has the rule {type(rule).__name__}; for groups of several rules pass "
+                "the others' to ZenFlow(params, AdamW(...)) of zenflow_compile and zenflow_compile.rules"
+            )
+        return cast("Rule", rule)
 
     @torch_private.outside_of_graphs
     @torch.no_grad()
@@ -531,6 +544,17 @@ def _backward_ended(optimizer: ZenFlow) -> None:
     if engine.backward.count >= (optimizer.options.gradient_accumulation_steps or 1) and engine.steps.has_gradients:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _check_rule(rule: object) -> None:
+    """Raise TypeError if ``rule`` is no rule, or was not made as one."""
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule={rule!r} must be an instance of a rule, such as zenflow_compile.rules.Lion(lr=1e-4), and is of "
+            f"type {type(rule).__name__}"
+        )
+    if not hasattr(rule, "numbers"):
+        raise TypeError(f"{type(rule).__name__}.__init__ must call super().__init__(**numbers); add the call")
 
 
 def _or_else(changed: dict[str, Any] | None, state: dict[str, Any]) -> dict[str, Any]:

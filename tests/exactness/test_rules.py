@@ -492,3 +492,68 @@ def test_groups_differ_in_the_numbers_of_the_rule() -> None:
     optimizer.close()
     for one, two in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+def several(model: nn.Module, **policy: Any) -> zf.ZenFlow:
+    """Matrices by AdamW, the last one by SGD, and vectors by Adagrad."""
+    first, second, third = (model[number] for number in (0, 2, 4))  # type: ignore[index]
+    groups = [
+        {"params": [first.weight, second.weight]},
+        {"params": [third.weight], "rule": rules.SGD(lr=0.1)},
+        {"params": [first.bias, second.bias, third.bias], "rule": rules.Adagrad(**EPS)},
+    ]
+    return zf.ZenFlow(groups, rules.AdamW(**EPS), **OFFLOAD, **policy)
+
+
+class Several(torch.optim.Optimizer):
+    """PyTorch's optimizers of these rules, as one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first, second, third = (model[number] for number in (0, 2, 4))  # type: ignore[index]
+        self.all = (
+            torch.optim.AdamW([first.weight, second.weight], **EPS),
+            torch.optim.SGD([third.weight], lr=0.1, momentum=0.9),
+            torch.optim.Adagrad([first.bias, second.bias, third.bias], **EPS),
+        )
+        super().__init__(list(model.parameters()), {})
+
+    def step(self, closure: Any = None) -> None:
+        for each in self.all:
+            each.step()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["hooks", "graphs"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_groups_have_rules_of_their_own(policy: str, compiled: bool) -> None:
+    expected = train(Several)
+    weights = train(lambda model: several(model, **POLICIES[policy]), compiled=compiled)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_several_rules_resume() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return several(model, **WINDOWS)
+
+    assert torch.equal(train(make), train(make, resumed_at=6))
+
+
+def test_groups_of_several_rules_are_checked() -> None:
+    model = mlp(torch.float32)
+    with several(model, **POLICIES["resident"]) as optimizer:
+        assert [group["rule"] for group in optimizer.param_groups] == ["AdamW", "SGD", "Adagrad"]
+        assert optimizer.param_groups[1]["momentum"] == 0.9
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "rule": rules.Lion(lr=0.5)})
+        assert optimizer.param_groups[3]["lr"] == 0.5
+        state = optimizer.state_dict()
+        with pytest.raises(ValueError, match=r"learning rate|lr=-1"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "rule": rules.Lion(), "lr": -1.0})
+        with pytest.raises(TypeError, match=r"rule='Lyon' must be an instance of a rule"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "rule": "Lyon"})
+        assert len(optimizer.param_groups) == 4
+    other = mlp(torch.float32)
+    with several(other, **POLICIES["resident"]) as optimizer:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "rule": rules.Adam()})
+        with pytest.raises(ValueError, match=r"in param group 3 .*the rule is 'Lion', and this optimizer's 'Adam'"):
+            optimizer.load_state_dict(state)
+    with pytest.raises(TypeError, match="a ZenFlowAdamW has the rule Lion; for groups of several rules pass"):
+        zf.ZenFlowAdamW([{"params": other.parameters(), "rule": rules.Lion()}])

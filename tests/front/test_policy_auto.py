@@ -38,7 +38,7 @@ def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] = mlp) -> int:
     """Return the bytes that the model of the tests needs of a memory under a policy."""
-    shape = shape_of(specs_of(list(build().named_parameters()), ADAMW))
+    shape = shape_of(specs_of([list(build().named_parameters())], [ADAMW]))
     found = predict(scenario(Options(**OFFLOAD_ALL, **AUTO), SLOW_HOST, shape, tokens=8)).forecasts
     needs = min((each for each in found if each.policy == policy), key=lambda each: each.step_s).needs
     return sum(getattr(needs, memory).values())
@@ -82,7 +82,7 @@ def test_auto_trains_as_the_chosen_policy_by_name(
 def test_choice_is_deterministic(measured: list[Hardware], tight: Hardware) -> None:
     measured[0] = tight
     chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
-    specs = specs_of(list(mlp().named_parameters()), ADAMW)
+    specs = specs_of([list(mlp().named_parameters())], [ADAMW])
     options = Options(**OFFLOAD_ALL, **AUTO)
     expected = auto_policy.choose(scenario(options, tight, shape_of(specs), tokens=8))
     assert chosen[0] == chosen[1] == expected

@@ -48,7 +48,7 @@ def test_stride_is_the_fastest_simulated(options: dict[str, Any], machines: list
     assert training.optimizer.engine.options is chosen_options
     stride = chosen_options.update_stride
     assert chosen(training.optimizer.state_dict()["state"][0]["chosen"])["update_stride"] == stride
-    model = shape_of(specs_of(list(training.model.named_parameters()), ADAMW))
+    model = shape_of(specs_of([list(training.model.named_parameters())], [ADAMW]))
     asked = scenario(chosen_options, replace(V100, device_flops=math.inf), model)
     steps = {
         each: forecast(replace(chosen_options, update_stride=each), asked).step_s for each in (equation, 1, 2, 3, NEVER)
@@ -62,7 +62,7 @@ def test_planner_and_optimizer_agree_on_the_stride(machines: list[Hardware]) -> 
     options = {**STATES, "tokens_per_step": 8}
     training = Training(None, options)
     resolved = training.optimizer.options
-    model = shape_of(specs_of(list(training.model.named_parameters()), ADAMW))
+    model = shape_of(specs_of([list(training.model.named_parameters())], [ADAMW]))
     asked = scenario(resolved, V100, model, tokens=8)
     assert resolved == fastest_stride(replace(resolved, update_stride=None), asked)
     training.optimizer.close()

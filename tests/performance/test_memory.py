@@ -97,7 +97,7 @@ def test_device_memory_covers_the_plan(given: dict[str, Any], dtype: torch.dtype
             optimizer.zero_grad()
     used = bytes_on_device(model, optimizer)
     assert optimizer.engine.registry.gradients.dense == 0
-    shape = shape_of(specs_of(list(model.named_parameters()), ADAMW))
+    shape = shape_of(specs_of([list(model.named_parameters())], [ADAMW]))
     options = Options(**{**SHARED, **given})
     needs = needs_of(
         make_plan(shape.params, options),

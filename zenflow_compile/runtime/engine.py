@@ -51,7 +51,7 @@ class Engine:
         self,
         groups: list[dict[str, Any]],
         options: Options,
-        rule: Rule,
+        rules: Sequence[Rule],
         device: torch.device,
         *,
         in_backward: bool,
@@ -60,7 +60,7 @@ class Engine:
     ) -> None:
         own = weakref.ref(self)
         self.core = core = EngineCore(
-            own, groups, options, rule, device, in_backward=in_backward, ranks=ranks, sharded=sharded
+            own, groups, options, rules, device, in_backward=in_backward, ranks=ranks, sharded=sharded
         )
         self.id, self.options, self.device = core.id, options, device
         self.registry, self.params, self.offloaded = core.registry, core.params, core.offloaded

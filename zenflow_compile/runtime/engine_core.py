@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ class EngineCore:
         engine: weakref.ref[Any],
         groups: list[dict[str, Any]],
         options: Options,
-        rule: Rule,
+        rules: Sequence[Rule],
         device: torch.device,
         *,
         in_backward: bool,
@@ -83,7 +83,7 @@ class EngineCore:
         self.registry = ParamRegistry(
             groups,
             options,
-            rule,
+            rules,
             device,
             self.recorder,
             engine,

@@ -78,7 +78,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     saved = whole.get("state", Mapping, "dict")
     is_ours = any(isinstance(entry, Mapping) and "plan" in entry for entry in saved.values())
     listed = whole.get("param_groups", (list, tuple), "list")
-    keys, taken = _check_groups(groups, listed, engine.registry.rule, is_ours=is_ours)
+    keys, taken = _check_groups(groups, listed, engine.registry.rules, is_ours=is_ours)
     index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     places = [index_of[id(param)] for group in groups for param in group["params"]]
     index_by_key = dict(zip(keys, places, strict=True))
@@ -91,16 +91,15 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
         entries[index_by_key[key]] = {
             name: value.detach() if isinstance(value, Tensor) else value for name, value in content.items()
         }
-    of_pytorch = _entries_of_pytorch(engine)
     # An AdamW that loads and saves a state of ours casts all entries to the parameter's dtype.
     plans = [entry.get("plan") for entry in entries.values()]
     if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
         entries = {index: _updated_by_pytorch(engine, index, entry) for index, entry in entries.items()}
     elif _is_filled_in(entries):
-        of_rule = {index: engine.registry.rule.from_pytorch(entry) for index, entry in entries.items()}
-        entries = {
-            index: {name: entry[name] for name in of_pytorch if name in entry} for index, entry in of_rule.items()
-        }
+        for index, entry in entries.items():
+            rule = engine.plan.params[index].rule
+            of_rule = rule.from_pytorch(entry)
+            entries[index] = {name: of_rule[name] for name in _entries_of_pytorch(rule) if name in of_rule}
     if not any("plan" in entry for entry in entries.values()):
         return _check_pytorch_state(engine, entries, taken)
     weights: dict[int, Tensor] = {}
@@ -160,7 +159,7 @@ def refuse_format(found: int) -> NoReturn:
 
 
 def _check_groups(
-    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], rule: Rule, *, is_ours: bool
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], rules: Sequence[Rule], *, is_ours: bool
 ) -> tuple[list[int | str], list[dict[str, Any]]]:
     """The saved names of all parameters in the order of the groups, and the values that each own group takes over."""
     parts = [_Part(group, f"param group {number}") for number, group in enumerate(saved)]
@@ -173,8 +172,6 @@ def _check_groups(
             "that the saved one had"
         )
     keys: list[int | str] = []
-    of_rule = type(rule).__name__
-    by_default = "AdamW" if is_ours else of_rule  # groups of a ZenFlowAdamW do not name it, as those of PyTorch
     for part, listed in zip(parts, names, strict=True):
         if not all(isinstance(name, (int, str)) for name in listed):
             part.refuse("'params' that are neither numbers nor names")
@@ -182,7 +179,9 @@ def _check_groups(
     if len(set(keys)) < len(keys):
         raise ValueError("the state dict has a parameter in its param groups twice; it is damaged")
     taken = []
-    for number, (own, group) in enumerate(zip(groups, saved, strict=True)):
+    for number, (own, group, rule) in enumerate(zip(groups, saved, rules, strict=True)):
+        of_rule = type(rule).__name__
+        by_default = "AdamW" if is_ours else of_rule  # groups of a ZenFlowAdamW do not name it, as those of PyTorch
         try:
             values = _taken_over(own, group)
             if (saved_rule := group.get("rule", by_default)) != of_rule:
@@ -227,50 +226,51 @@ def _updated_by_pytorch(engine: Engine, index: int, entry: Mapping[str, Any]) ->
     Raises:
         ValueError: an update window held gradients then, which AdamW has not applied.
     """
-    part = _Part(entry, repr(engine.plan.params[index].name))
+    plan = engine.plan.params[index]
+    part, names = _Part(entry, repr(plan.name)), _entries_of_pytorch(plan.rule)
     if "open" in entry and bool(part.tensor("open").count_nonzero()):
         raise ValueError(
             f"the state dict was loaded into torch.optim.AdamW with gradients waiting in the update window of "
             f"{part.name}, which AdamW has not applied: call flush() before the state is saved for AdamW, or keep only "
-            f"{', '.join(map(repr, _entries_of_pytorch(engine)))} of each parameter to go on without these gradients"
+            f"{', '.join(map(repr, names))} of each parameter to go on without these gradients"
         )
-    return {key: value for key, value in entry.items() if key in (*_entries_of_pytorch(engine), "max_exp_avg_sq")}
+    return {key: value for key, value in entry.items() if key in (*names, "max_exp_avg_sq")}
 
 
-def _entries_of_pytorch(engine: Engine) -> tuple[str, ...]:
+def _entries_of_pytorch(rule: Rule) -> tuple[str, ...]:
     """The entries that the optimizer of PyTorch has by the same rule."""
-    return "step", *(array.name for array in engine.registry.rule.arrays)
+    return "step", *(array.name for array in rule.arrays)
 
 
 def _check_pytorch_state(engine: Engine, entries: dict[int, Mapping[str, Any]], taken: list[dict[str, Any]]) -> Checked:
     """Check a state of PyTorch's optimizer. Its number of steps is that of the parameter with most gradients."""
-    rule = engine.registry.rule
-    kind = type(rule).__name__
-    if missing := [name for name in rule.defaults if not all(name in group for group in taken)]:
-        ours = "a ZenFlowAdamW" if rule.fused else f"a ZenFlow with the rule {kind}"
-        raise ValueError(
-            f"the state dict is neither of {ours} nor of torch.optim.{kind}: its param groups have no {missing[0]!r}; "
-            "load the state of one of these"
-        )
+    for group, rule in zip(taken, engine.registry.rules, strict=True):
+        if missing := [name for name in rule.defaults if name not in group]:
+            kind = type(rule).__name__
+            ours = "a ZenFlowAdamW" if rule.fused else f"a ZenFlow with the rule {kind}"
+            raise ValueError(
+                f"the state dict is neither of {ours} nor of torch.optim.{kind}: its param groups have no "
+                f"{missing[0]!r}; load the state of one of these"
+            )
     used: dict[int, Mapping[str, Any]] = {}
     for index, entry in entries.items():
         plan = engine.plan.params[index].whole
         if not entry:
             continue  # the parameter has had no gradient
-        entry = rule.from_pytorch(entry)
+        entry, names = plan.rule.from_pytorch(entry), _entries_of_pytorch(plan.rule)
         part = _Part(entry, repr(plan.name))
-        if "max_exp_avg_sq" in entry and "max_exp_avg_sq" not in _entries_of_pytorch(engine):
+        if "max_exp_avg_sq" in entry and "max_exp_avg_sq" not in names:
             raise ValueError(
                 f"the state dict has 'max_exp_avg_sq' for {plan.name!r}, of a torch.optim.AdamW with amsgrad=True, "
                 "which is not supported by this rule; load the state of one without amsgrad"
             )
-        part.check_names(_entries_of_pytorch(engine))
+        part.check_names(names)
         _check_model_shape(part, tuple(engine.registry.given[index].shape), plan.rule)
         if isinstance(param := engine.params[index], LocalShard):
             own = engine.plan.params[index]
             entry = local_entry(own, param, entry)
             part, plan = _Part(entry, repr(plan.name)), own
-        for key in _entries_of_pytorch(engine)[1:]:
+        for key in names[1:]:
             dtype = part.tensor(key).dtype
             part.check_tensor(key, Field(plan.shape, dtype))
             if not dtype.is_floating_point:

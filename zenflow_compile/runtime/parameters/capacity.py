@@ -38,9 +38,8 @@ from zenflow_compile.runtime.sharding import planned_shape, sharded_by
 def checked_plan(
     plan: Plan,
     params: Sequence[Tensor],
-    new: Sequence[tuple[str, Parameter]],
+    new: Sequence[ParamSpec],
     options: Options,
-    rule: Rule,
     *,
     allocated: int = 0,
     freed: int = 0,
@@ -65,7 +64,7 @@ def checked_plan(
             another one.
     """
     exchange_bytes = plan.exchange_bytes
-    plan = extend_plan(plan, specs_of(new, rule), options)
+    plan = extend_plan(plan, new, options)
     refuse_overlap(plan.params, params)
     needed = host_bytes_of(plan.params[allocated:])
     if exchanges:
@@ -77,10 +76,11 @@ def checked_plan(
     return plan
 
 
-def specs_of(named: Sequence[tuple[str, Parameter]], rule: Rule) -> list[ParamSpec]:
-    """What planning reads of parameters that ``rule`` updates."""
+def specs_of(groups: Sequence[Sequence[tuple[str, Parameter]]], rules: Sequence[Rule]) -> list[ParamSpec]:
+    """What planning reads of the parameters of groups, each of which has a rule."""
     return [
         ParamSpec(name, planned_shape(p), p.dtype, p.requires_grad and p.is_contiguous(), sharded_by(p), rule=rule)
+        for named, rule in zip(groups, rules, strict=True)
         for name, p in named
     ]
 

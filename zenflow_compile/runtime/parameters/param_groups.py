@@ -59,14 +59,18 @@ def check_group(group: Mapping[str, Any], rule: Rule) -> None:
     check_values(group, rule)
 
 
-def values_of(groups: Sequence[Mapping[str, Any]], rule: Rule) -> list[object] | None:
+def values_of(groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule]) -> list[object] | None:
     """The objects that ``check_groups`` checks. None if one of them can change in place, such as a tensor."""
-    values = [group.get(name, _REFUSED) for group in groups for name in (*rule.defaults, *rule.switches, *_CHECKED)]
+    values = [
+        group.get(name, _REFUSED)
+        for group, rule in zip(groups, rules, strict=True)
+        for name in (*rule.defaults, *rule.switches, *_CHECKED)
+    ]
     flat = [each for value in values for each in (value if type(value) is tuple else (value,))]
     return values if all(type(each) in _IMMUTABLE or each is _REFUSED for each in flat) else None
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]], rule: Rule) -> list[GroupNumbers]:
+def check_groups(groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule]) -> list[GroupNumbers]:
     """Check the current values of param groups: users and schedulers write into them at any time.
 
     Returns:
@@ -76,7 +80,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]], rule: Rule) -> list[GroupN
         ValueError, TypeError: see :func:`check_values`; the message has the group's number.
     """
     checked: list[GroupNumbers] = []
-    for number, group in enumerate(groups):
+    for number, (group, rule) in enumerate(zip(groups, rules, strict=True)):
         try:
             checked.append(check_values(group, rule))
         except (ValueError, TypeError) as error:

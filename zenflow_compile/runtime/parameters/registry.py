@@ -28,7 +28,7 @@ from zenflow_compile.runtime.gradients.factors import UNSCALED, FinalFactors
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
 from zenflow_compile.runtime.nvme.cache import CacheBytes
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
-from zenflow_compile.runtime.parameters.capacity import checked_plan
+from zenflow_compile.runtime.parameters.capacity import checked_plan, specs_of
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.parameters.device_updated import DeviceUpdated
 from zenflow_compile.runtime.parameters.host_weights import HostWeights, WeightRoom
@@ -50,7 +50,7 @@ class ParamRegistry:
         params: all parameters, in the plan's order; of sharded ones the part that this rank has.
         given: the same, as the optimizer and the model have them.
         groups: the optimizer's ``param_groups``.
-        rule: that updates all of them.
+        rules: of the groups.
         numbers: of the groups, at the last check.
         group_numbers: index of each parameter's group, in the plan's order.
         unseen_writes: notices writes to the others that move no version.
@@ -61,7 +61,7 @@ class ParamRegistry:
         self,
         groups: list[dict[str, Any]],
         options: Options,
-        rule: Rule,
+        rules: Sequence[Rule],
         device: torch.device,
         recorder: Recorder,
         engine: weakref.ref[Any],
@@ -70,7 +70,7 @@ class ParamRegistry:
         ranks: RankGroup | None = None,
     ) -> None:
         self.plan = empty_plan(options) if ranks is None else ranks.divided(empty_plan(options))
-        self.rule = rule
+        self.rules = rules
         self.params: list[Parameter] = []
         self.given: list[Parameter] = []
         self.counters: list[VersionCounter] = []
@@ -105,7 +105,7 @@ class ParamRegistry:
         Raises:
             ValueError: see ``checked_plan``, or ``nvme_path`` cannot hold the state. Nothing has been changed then.
         """
-        plan = self.plan_with(groups)
+        plan = self.plan_with(groups, first_group)
         new = [param for group in groups for _, param in group]
         first, params = len(self.params), [*self.params, *new]
         counters = counters_of(params, self.counters)
@@ -161,19 +161,17 @@ class ParamRegistry:
         else:
             self.unseen_writes.add(sampled, lambda: updated.state(index) is not None, partial(updated.compare, index))
 
-    def plan_with(self, groups: Sequence[Sequence[tuple[str, Parameter]]], *, freed: int = 0) -> Plan:
-        """Plan further parameters, and check that the machine can hold them. Allocates nothing.
+    def plan_with(self, groups: Sequence[Sequence[tuple[str, Parameter]]], first_group: int, *, freed: int = 0) -> Plan:
+        """Plan further parameters, by param group, and check that the machine can hold them. Allocates nothing.
 
         Raises:
             ValueError: see ``checked_plan``.
         """
-        named = [pair for group in groups for pair in group]
         return checked_plan(
             self.plan,
-            [*self.params, *(param for _, param in named)],
-            named,
+            [*self.params, *(param for group in groups for _, param in group)],
+            specs_of(groups, self.rules[first_group : first_group + len(groups)]),
             self._options,
-            self.rule,
             allocated=len(self.params),
             freed=freed,
             caches=CacheBytes(*(0 if each is None else each.nbytes for each in self.transport.caches)),
@@ -198,7 +196,8 @@ class ParamRegistry:
 
     def coefficients(self, index: int, grad_scale: Number) -> StepCoefficients:
         """The coefficients of parameter ``index``, as ``check_groups`` found them."""
-        return self.numbers[self.group_numbers[index]].coefficients(grad_scale, self.rule)
+        group = self.group_numbers[index]
+        return self.numbers[group].coefficients(grad_scale, self.rules[group])
 
     def check_groups(self) -> None:
         """Check the current values of the param groups, and use them from here on.
@@ -206,10 +205,10 @@ class ParamRegistry:
         Raises:
             ValueError, TypeError: no step can use a value; the message has the group's number.
         """
-        values = values_of(self.groups, self.rule)
+        values = values_of(self.groups, self.rules)
         known = self._checked_values
         if values is None or known is None or len(values) != len(known) or not all(map(operator.is_, values, known)):
-            self.numbers = check_groups(self.groups, self.rule)
+            self.numbers = check_groups(self.groups, self.rules)
             self._checked_values = values
 
     # Storage.

@@ -136,8 +136,8 @@ class StepMessages:
 
     def _digest_of_groups(self) -> bytes:
         """Return a checksum of learning rates and the like, without tensors: a read of them may wait for the device."""
-        names = *self._registry.rule.defaults, "maximize"
-        values = [group[name] for group in self._registry.groups for name in names]
+        groups = zip(self._registry.groups, self._registry.rules, strict=True)
+        values = [group[name] for group, rule in groups for name in (*rule.defaults, "maximize")]
         return _digest(repr([value for value in values if not isinstance(value, Tensor)]).encode())
 
 
