@@ -24,6 +24,7 @@ from zenflow_compile.native.library import rule_address
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.planners import empty_plan
 from zenflow_compile.rules.rule import Rule
+from zenflow_compile.rules.tracing import trace
 from zenflow_compile.runtime import ops
 from zenflow_compile.runtime.device.devices import device_of
 from zenflow_compile.runtime.engine import Engine
@@ -88,7 +89,7 @@ class LazyEngine:
         params = [param for group in self._groups for param in group["params"]]
         check_native_code()
         for rule in rules:
-            rule_address(rule)
+            _compile(rule)
         _check_offloaded_weights(given, alone=ranks is None)
         if given.offload_weights == "auto":
             check_room(device_of(params[0].device))
@@ -151,7 +152,7 @@ class LazyEngine:
         freed = sum(each.host_bytes for each in earlier)
         try:
             refuse_other_sharding(self.claim.params, params)
-            rule_address(self._rules[-1])
+            _compile(self._rules[-1])
             named = _named(self._groups)[-1:]
             if engine is None:
                 self._check_plan([*self.claim.params, *params], freed=freed)
@@ -298,6 +299,14 @@ class LazyEngine:
             new = specs_of(named[first:stop], self._rules[first:stop])
             upto = local_parts(params)[: len(plan.params) + len(new)]
             plan = checked_plan(plan, upto, new, self._options, freed=freed, processes=local_ranks().size)
+
+
+def _compile(rule: Rule) -> None:
+    """Compile host updates now, where an error can still be raised without a change."""
+    if rule.of_matrix:
+        trace(rule)  # a rule of matrices has none
+    else:
+        rule_address(rule)
 
 
 def _owners_of(params: Sequence[Tensor]) -> list[LazyEngine]:

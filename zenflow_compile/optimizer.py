@@ -109,10 +109,10 @@ class ZenFlow(torch.optim.Optimizer):
         """``numbers``: of param groups, where they are not those of the rule."""
         given = Options.from_keywords(**options)
         given.warn_of_unread()
-        self._rule, self._rules = rule, list[Rule]()
+        self._rule, self.rules = rule, list[Rule]()
         self._stepped = False
         self._warned_of_no_gradient = False
-        defaults = {**dict(rule.numbers), **numbers}
+        defaults = {**dict(rule.numbers), **rule.fixed, **numbers}
         check_group(defaults, rule)  # also where every group overrides them
         super().__init__(_iterable(params), defaults)
         params = [param for group in self.param_groups for param in group["params"]]
@@ -121,7 +121,7 @@ class ZenFlow(torch.optim.Optimizer):
         check_devices(params, params[0].device)
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
-        self._lazy_engine = LazyEngine(self, given, self._rules, _backward_ended, ranks)
+        self._lazy_engine = LazyEngine(self, given, self.rules, _backward_ended, ranks)
         adapt_known_readers()
 
     @property
@@ -204,7 +204,7 @@ class ZenFlow(torch.optim.Optimizer):
         given, param_group = param_group, _materialized(param_group)
         rule = self._rule_of(param_group)
         if isinstance(param_group.get("rule"), Rule):
-            param_group = {**dict(rule.numbers), **param_group, "rule": type(rule).__name__}
+            param_group = {**dict(rule.numbers), **rule.fixed, **param_group, "rule": type(rule).__name__}
         check_group({**self.defaults, **param_group}, rule)
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
         for param in params:
@@ -216,17 +216,17 @@ class ZenFlow(torch.optim.Optimizer):
         param_group = given  # as in PyTorch, the caller's dict is the group
         if constructing:
             super().add_param_group(param_group)
-            self._rules.append(rule)
+            self.rules.append(rule)
             return
         check_devices(params, self._lazy_engine.claim.params[0].device)
         engine = None if self._lazy_engine.built is None else self.engine
         super().add_param_group(param_group)
-        self._rules.append(rule)
+        self.rules.append(rule)
         try:
             self._lazy_engine.add_group(engine, params)
         except BaseException:
             self.param_groups.pop()
-            self._rules.pop()
+            self.rules.pop()
             raise
 
     def _rule_of(self, group: Mapping[str, Any]) -> Rule:

@@ -21,7 +21,7 @@ from zenflow_compile.prediction import simulate as simulation
 from zenflow_compile.prediction.forecast import explain
 from zenflow_compile.prediction.predict import predict, scenario_of
 from zenflow_compile.profiling.summary import summarize
-from zenflow_compile.rules import Lion
+from zenflow_compile.rules import Lion, Muon
 
 SMALL = ["plan", "--params", "3e8", "--hardware", "rtx-4090", "--tokens", "1024"]
 POLICIES = {"resident", "zero_offload", "twinflow", "deep_optimizer_states", "zenflow", "zero_infinity"}
@@ -163,6 +163,33 @@ def test_update_rule_moves_its_own_bytes(capsys: pytest.CaptureFixture[str]) -> 
     assert own["rule"] == "Lion"
     with pytest.raises(ValueError, match=r'rule=.Lyon. is not one of .*did you mean "Lion"'):
         zf.plan(llama(), machine(), tokens=1, rule="Lyon")
+
+
+def test_muon_orthogonalizes_hidden_matrices() -> None:
+    """State of 8 bytes an element is streamed; what Newton-Schulz computes takes the device's time."""
+
+    def found(rule: str, policy: str, model: str = "qwen2.5-1.5b") -> dict[str, Any]:
+        answered = zf.plan(model, "rtx-4090", tokens=4096, policy=policy, recompute=False, rule=rule)
+        assert answered["rule"] == ("AdamW+Muon" if rule == "Muon" else rule)
+        numbers: dict[str, Any] = answered["policies"][0]
+        return numbers
+
+    shape, machine = models.model("qwen2.5-1.5b"), hardware.hardware("rtx-4090")
+    hidden = [spec.shape for spec in shape.params if len(spec.shape) == 2 and "embed" not in spec.name]
+    flops = sum(Muon().matrix_flops(*each) for each in hidden)
+    muon, adamw = found("Muon", "resident"), found("AdamW", "resident")
+    longer = muon["step_s"] - adamw["step_s"]
+    moved = 8 * sum(rows * columns for rows, columns in hidden) / machine.device_bandwidth
+    assert longer == pytest.approx(flops / machine.device_flops / machine.utilization - moved, rel=0.01)
+    streamed = found("Muon", "zero_offload")
+    assert streamed["state"] > 0
+    assert (
+        streamed["needs"]["host"]["optimizer state"]
+        < found("AdamW", "zero_offload")["needs"]["host"]["optimizer state"]
+    )
+    assert Muon().matrix_flops(10, 20) == Muon().matrix_flops(20, 10) == 5 * (4 * 100 * 20 + 2 * 1000)
+    with pytest.raises(ValueError, match="rule=Muon on 4 devices is not predicted"):
+        zf.plan("qwen2.5-1.5b", "4xh100-80g", rule="Muon")
 
 
 def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:

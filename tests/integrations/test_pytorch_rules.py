@@ -61,7 +61,7 @@ def test_optimizer_is_replaced(name: str, keywords: dict[str, Any], rule: str) -
         found, optimizer = train(name, keywords)
         assert isinstance(optimizer, getattr(torch.optim, name))
     assert isinstance(optimizer, ZenFlow)
-    assert type(optimizer.rule).__name__ == rule
+    assert [type(each).__name__ for each in optimizer.rules] == [rule]
     assert lines[0].startswith(f"replaced: {name} over 4 parameters of ")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     # What a program reads of a group is there, besides the switches that say how kernels run.
@@ -70,7 +70,40 @@ def test_optimizer_is_replaced(name: str, keywords: dict[str, Any], rule: str) -
 
 
 def test_all_of_them_are_tried() -> None:
-    assert {name for name, _, _ in REPLACED} == set(NAMES)
+    assert {"Muon", *(name for name, _, _ in REPLACED)} == set(NAMES)
+
+
+def test_muon_next_to_adamw_is_replaced() -> None:
+    """As its users have it: matrices by one optimizer, the others by another."""
+
+    def trained() -> tuple[Tensor, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 40))
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        vectors = [param for param in model.parameters() if param.dim() != 2]
+        optimizers = [
+            torch.optim.Muon(matrices, lr=0.01, nesterov=False, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(vectors, **EPS),
+        ]
+        for _ in range(4):
+            model(torch.randn(16, 40)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in optimizers:
+            if isinstance(optimizer, ZenFlow):
+                optimizer.close()
+        return torch.cat([param.detach().flatten() for param in model.parameters()]), optimizers
+
+    expected, _ = trained()
+    lines: list[str] = []
+    with served(Program(OPTIONS, lines.append)):
+        found, optimizers = trained()
+        assert isinstance(optimizers[0], torch.optim.Muon)
+    assert [type(each.rules[0]).__name__ for each in optimizers] == ["Muon", "AdamW"]
+    assert lines[0].startswith("replaced: Muon over 2 parameters of 3,840 elements by ZenFlow(Muon, ")
+    assert optimizers[0].rules[0].fixed["nesterov"] is False
+    assert float((found - expected).abs().max()) < 0.01  # of 0.06 that they moved; the noise of bf16
 
 
 @pytest.mark.parametrize(

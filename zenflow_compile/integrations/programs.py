@@ -115,7 +115,7 @@ class Program:
             if rule is None:
                 optimizer: ZenFlow = self._ours(ZenFlowAdamW, groups, {name: given[name] for name in _KEPT})
             else:
-                optimizer = self._ours(partial(ZenFlow, rule=rule), groups, {"maximize": given["maximize"]})
+                optimizer = self._ours(partial(ZenFlow, rule=rule), groups, {"maximize": given.get("maximize", False)})
                 _keep_numbers(optimizer, given)
         except (ValueError, TypeError) as error:
             left = original(*call.args, **call.kwargs)

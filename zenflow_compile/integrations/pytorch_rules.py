@@ -25,7 +25,7 @@ def rule_of(name: str, given: Mapping[str, Any]) -> Rule | None:
         if any(group.get(switch) for group in groups):
             raise ValueError(f"{switch}=True")
     kind = _RULES[name](groups)
-    return None if kind is None else kind(**{number: given[number] for number in kind.defaults})
+    return None if kind is None else kind(**{name: given[name] for name in (*kind.defaults, *kind.arguments)})
 
 
 def _all(groups: Groups, switch: str, default: bool = False) -> bool:
@@ -81,6 +81,7 @@ _RULES: Mapping[str, Callable[[Groups], type[Rule] | None]] = {
     "Adagrad": _adagrad,
     "RMSprop": _rmsprop,
     "SGD": _sgd,
+    "Muon": lambda _: rules.Muon,
 }
 
 NAMES = tuple(_RULES)

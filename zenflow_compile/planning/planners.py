@@ -140,6 +140,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
+    check_matrices(specs)
     first = len(plan.params)
     subgroup = 1 + max((param.subgroup for param in plan.params if param.subgroup is not None), default=-1)
     kinds = Kinds(with_views(specs, options, extends=first > 0), options)
@@ -271,7 +272,9 @@ def lay_out(kinds: Kinds, options: Options, *, extends: bool = False, subgroup: 
         extends: other parameters were planned before. subgroup: number of the first subgroup.
     """
     layout = _PLANNERS[options.policy].lay_out(kinds, options, extends)
-    return layout if options.stride is None else _with_streaming(layout, kinds, subgroup, options.stride)
+    if options.stride is not None:
+        layout = _with_streaming(layout, kinds, subgroup, options.stride)
+    return _with_whole_matrices(layout, kinds, subgroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +341,47 @@ def _with_streaming(layout: Layout, kinds: Kinds, subgroup: int, stride: int) ->
             sides[index] = Side.STREAMED
         subgroups[index] = subgroup
     return Layout(sides, subgroups, layout.cut)
+
+
+def _with_whole_matrices(layout: Layout, kinds: Kinds, subgroup: int) -> Layout:
+    """Stream the state of offloaded matrices that are updated whole, in subgroups of their own."""
+    numels = [plan.numel if plan.offloaded and plan.rule.of_matrix else 0 for plan in kinds.on_host]
+    whole = [
+        index
+        for index, (kind, side) in enumerate(zip(kinds.of, layout.sides, strict=True))
+        if numels[kind] and side is not Side.DEVICE
+    ]
+    if not whole:
+        return layout
+    sides, subgroups = list(layout.sides), list(layout.subgroups)
+    size = min(LARGEST_SUB_GROUP, sum(numels[kinds.of[index]] for index in whole) // STRIDES)
+    number, elements = 1 + max((each for each in subgroups if each is not None), default=subgroup - 1), 0
+    for index in whole:
+        numel = numels[kinds.of[index]]
+        if elements and elements + numel > size:
+            number, elements = number + 1, 0
+        elements += numel
+        sides[index], subgroups[index] = Side.STREAMED, number
+    return Layout(sides, subgroups, layout.cut)
+
+
+def check_matrices(specs: Sequence[ParamSpec]) -> None:
+    """
+    Raises:
+        ValueError: a rule of matrices has a parameter that is none, or of which this rank has a part.
+    """
+    for spec in specs:
+        kind = type(spec.rule).__name__
+        if spec.rule.of_matrix and len(spec.shape) != 2:
+            raise ValueError(
+                f"{spec.name} has shape {list(spec.shape)}, and {kind} updates matrices; put it into a param group of "
+                "another rule, as zenflow_compile.rules.muon_groups(model, ...) does"
+            )
+        if spec.rule.of_matrix and spec.sharded is not None:
+            raise ValueError(
+                f"{spec.name} is sharded by fully_shard, and {kind} needs whole matrices, which this version does not "
+                "gather; train with process_group= instead of fully_shard, or give these parameters another rule"
+            )
 
 
 def check_state_forms(plans: _Plans, options: Options) -> None:
@@ -675,6 +719,8 @@ def _share_of(whole: ParamPlan, plan: Plan) -> ParamPlan:
     if whole is not whole.whole:  # a share already
         return whole
     rank, ranks = plan.rank, plan.ranks
+    if whole.rule.of_matrix:
+        return whole  # each rank has the matrix
     if whole.streamed and whole.numel >= ranks**2:  # the last rank has some elements then
         flat = FlatShare(whole=whole, rank=rank, ranks=ranks)
         elements = min(flat.most_elements, whole.numel - rank * flat.most_elements)

@@ -50,6 +50,7 @@ from zenflow_compile.prediction.workload import (
     own_elements,
     sent_across,
     sent_in_ring,
+    update_seconds,
 )
 
 FEW_PARAMETERS = 64
@@ -287,7 +288,7 @@ class Estimator:
         for _, indices in self._named:
             members = Counter((placed.groups[index], turns[index]) for index in indices)
             for group, turn in members.keys() - works.keys():
-                works[group, turn] = _work_of(plans[group], hardware.devices, loads=group[2], in_turn=turn)
+                works[group, turn] = _work_of(plans[group], hardware, loads=group[2], in_turn=turn)
             totals.append(_sum([(works[key], count) for key, count in members.items()]))
         blocks, rewrites = [], []
         for (name, indices), forward, work in zip(self._named, self._forwards, totals, strict=True):
@@ -305,13 +306,13 @@ class Estimator:
                 )
             )
             if (rewritten := _load(name, work.rewritten, work.rewritten, 0.0, hardware)) is not None:
-                rewrites.append(Rewrite(rewritten, work.updated_rewritten / hardware.device_bandwidth))
+                rewrites.append(Rewrite(rewritten, work.updated_rewritten))
         turning = sum(work.file_turns for work in totals)
         return Workload(
             blocks=tuple(blocks),
             subgroups=_subgroups(placed, plans, hardware),
             cycle=1,
-            update=sum(work.updated for work in totals) / hardware.device_bandwidth,
+            update=sum(work.updated for work in totals),
             file_ring=round(plan.file_window_bytes - plan.file_bytes + turning) // hardware.devices,
             head=self._head,
             backward_head=(3.0 if recompute else 2.0) * self._head,
@@ -363,8 +364,7 @@ class _Work:
         host, upload, file: see ``Flush``; converting: its seconds. file_turns: of all its update windows together.
         load: over the link for a loaded weight; load_weight: of it; rebuilt: written from selected slices' masters.
         rewritten: of loaded weights that the device updates.
-        updated_rewritten: of device memory that updates of those without streamed state read and write; updated: that
-            other updates on one device do.
+        updated_rewritten: seconds of updates of those without streamed state; updated: of others on one device.
     """
 
     reduced: float = 0
@@ -393,8 +393,8 @@ def _sum(works: Sequence[tuple[_Work, int]]) -> _Work:
     return _Work(*(sum(count * getattr(work, name) for work, count in works) for name in _WORK))
 
 
-def _work_of(param: ParamPlan, devices: int, *, loads: bool, in_turn: bool) -> _Work:
-    size, updating = param.weight_bytes, own_elements(param, devices) * param.device_update_bytes
+def _work_of(param: ParamPlan, hardware: Hardware, *, loads: bool, in_turn: bool) -> _Work:
+    size, updating = param.weight_bytes, update_seconds(param, hardware, own_elements(param, hardware.devices))
     if not (param.offloaded and param.deferred):
         rewrites = loads and not param.offloaded
         alone = not param.streamed and not rewrites
@@ -406,7 +406,7 @@ def _work_of(param: ParamPlan, devices: int, *, loads: bool, in_turn: bool) -> _
             load=size if loads else 0,
             load_weight=size if loads else 0,
             rewritten=size if rewrites else 0,
-            updated_rewritten=param.numel * param.device_update_bytes if rewrites and not param.streamed else 0,
+            updated_rewritten=update_seconds(param, hardware, param.numel) if rewrites and not param.streamed else 0,
             updated=updating if alone else 0,
         )
     flushed = 1 / param.interval
@@ -475,7 +475,7 @@ def _subgroups(placed: _Placed, plans: Mapping[_Group, ParamPlan], hardware: Har
     sizes: dict[int, tuple[float, int]] = {}
     for number, kind in placed.streamed:
         (updating, size), param = sizes.get(number, (0, 0)), of_kind[kind]
-        sizes[number] = updating + param.numel * param.device_update_bytes, size + param.whole_state_bytes
+        sizes[number] = updating + update_seconds(param, hardware, param.numel), size + param.whole_state_bytes
     all_sizes = [*sizes.values()]
     together = max(1, -(-len(all_sizes) // BLOCKS))
     parts = [all_sizes[first : first + together] for first in range(0, len(all_sizes), together)]
@@ -483,7 +483,7 @@ def _subgroups(placed: _Placed, plans: Mapping[_Group, ParamPlan], hardware: Har
         Subgroup(
             name=f"subgroup {number}",
             state=sum(size for _, size in part) // hardware.devices,
-            update=sum(updating for updating, _ in part) / hardware.devices / hardware.device_bandwidth,
+            update=sum(updating for updating, _ in part) / hardware.devices,
         )
         for number, part in enumerate(parts)
     )

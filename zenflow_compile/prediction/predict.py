@@ -16,6 +16,7 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.performance.traffic import RankTraffic, Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
+from zenflow_compile.planning.planners import ParamSpec
 from zenflow_compile.prediction.answers import compare, divide
 from zenflow_compile.prediction.forecast import (
     DTYPES,
@@ -28,7 +29,8 @@ from zenflow_compile.prediction.forecast import (
 from zenflow_compile.prediction.simulate import simulate as simulate_plan
 from zenflow_compile.prediction.strides import fastest_stride
 from zenflow_compile.profiling.recording import Recording
-from zenflow_compile.rules import KINDS, Rule
+from zenflow_compile.rules import KINDS, Muon, Rule
+from zenflow_compile.rules.adamw import ADAMW
 
 if TYPE_CHECKING:
     import torch
@@ -261,11 +263,10 @@ def scenario_of(
     chosen = _options(policy, machine, options)
     in_use = _in_use(machine, devices, device_bytes, host_bytes).across(nodes)
     _check_offloaded_weights(chosen, in_use)
-    by = _rule(rule)
     return Scenario(
         model=replace(
             shape,
-            params=tuple(replace(spec, rule=by) for spec in shape.params),
+            params=_updated_by(_rule(rule), shape, in_use.all_devices),
             context=_sequence(sequence, _of_micro_batch(count, chosen), shape),
         ),
         hardware=in_use,
@@ -282,7 +283,25 @@ def scenario_of(
 def _rule(rule: object) -> Rule:
     if isinstance(rule, Rule):
         return rule
-    return KINDS[check_choice("rule", rule, tuple(KINDS))]()
+    return (KINDS | {"Muon": Muon})[check_choice("rule", rule, (*KINDS, "Muon"))]()
+
+
+def _updated_by(rule: Rule, shape: ModelShape, devices: int) -> tuple[ParamSpec, ...]:
+    """The parameters by ``rule``; those that a rule of matrices does not have, as by ``muon_groups``, by AdamW.
+
+    Raises:
+        ValueError: there are several devices, and a rule of matrices.
+    """
+    if rule.of_matrix and devices > 1:
+        raise ValueError(
+            f"rule={type(rule).__name__} on {devices} devices is not predicted in this version: each would have all of "
+            "its state; pass devices=1"
+        )
+    outer = {*shape.embeddings, "lm_head.weight"}
+    return tuple(
+        replace(spec, rule=ADAMW if rule.of_matrix and (len(spec.shape) != 2 or spec.name in outer) else rule)
+        for spec in shape.params
+    )
 
 
 def _model(model: object, dtype: torch.dtype | None) -> ModelShape:

@@ -228,15 +228,14 @@ def workload_of(
         blocks=tuple(blocks),
         subgroups=_subgroups(plan, hardware),
         cycle=len(steps),
-        update=sum(own_elements(param, devices) * param.device_update_bytes for param in others)
-        / hardware.device_bandwidth,
+        update=sum(update_seconds(param, hardware, own_elements(param, devices)) for param in others),
         file_ring=plan.file_ring_bytes // devices,
         head=head,
         backward_head=backward_factor * head,
         micro_batches=plan.micro_batches,
         rewrites=tuple(
             Rewrite(
-                _load(plan, param, hardware), 0.0 if param.streamed else _updating(param) / hardware.device_bandwidth
+                _load(plan, param, hardware), 0.0 if param.streamed else update_seconds(param, hardware, param.numel)
             )
             for param in rewritten
         ),
@@ -413,18 +412,20 @@ def _flushed(
     )
 
 
-def _updating(param: ParamPlan) -> float:
-    """Bytes of device memory that the update of a whole parameter reads and writes."""
-    return param.numel * param.device_update_bytes
+def update_seconds(param: ParamPlan, hardware: Hardware, elements: float) -> float:
+    """Seconds in which a device updates so many elements of a parameter, or a matrix whose rule takes it whole."""
+    seconds = elements * param.device_update_bytes / hardware.device_bandwidth
+    if param.rule.of_matrix:
+        seconds += param.rule.matrix_flops(*param.whole_rows) / (hardware.device_flops * hardware.utilization)
+    return seconds
 
 
 def _subgroups(plan: Plan, hardware: Hardware) -> tuple[Subgroup, ...]:
-    bandwidth = hardware.devices * hardware.device_bandwidth
     return tuple(
         Subgroup(
             name=f"subgroup {number}",
             state=sum(param.whole_state_bytes for param in params) // hardware.devices,
-            update=sum(map(_updating, params)) / bandwidth,
+            update=sum(update_seconds(param, hardware, param.numel) for param in params) / hardware.devices,
         )
         for number, params in plan.streamed_subgroups.items()
     )

@@ -7,6 +7,7 @@ from zenflow_compile.rules.adam import Adam, AMSGrad
 from zenflow_compile.rules.adamax import Adamax
 from zenflow_compile.rules.adamw import AdamW, AdamWAMSGrad
 from zenflow_compile.rules.lion import Lion
+from zenflow_compile.rules.muon import Muon, muon_groups
 from zenflow_compile.rules.nadam import NAdam
 from zenflow_compile.rules.radam import RAdam
 from zenflow_compile.rules.rmsprop import CenteredRMSprop, MomentumRMSprop, RMSprop
@@ -18,7 +19,7 @@ _KINDS = (
     *(RMSprop, MomentumRMSprop, CenteredRMSprop, SGD, NesterovSGD, PlainSGD, Lion),
 )
 KINDS: dict[str, type[Rule]] = {kind.__name__: kind for kind in _KINDS}
-"""The rules by name."""
+"""The rules of elements, by name."""
 
 __all__ = [
     "KINDS",
@@ -33,10 +34,12 @@ __all__ = [
     "CenteredRMSprop",
     "Lion",
     "MomentumRMSprop",
+    "Muon",
     "NAdam",
     "NesterovSGD",
     "PlainSGD",
     "RAdam",
     "RMSprop",
     "Rule",
+    "muon_groups",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ def run_window(
     gradients: Sequence[Tensor],
     of_gradient: Sequence[Sequence[float]],
     of_window: Sequence[float],
+    options: Any = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the weight and the arrays after an update window. Nothing is written.
 
@@ -25,10 +27,15 @@ def run_window(
         weight, arrays: of one shape and dtype.
         gradients: oldest first, of that shape and dtype, scaled.
         of_gradient: the rule's numbers, for each gradient. of_window: those of ``apply``.
+        options: of the last gradient's optimizer step, which rules of matrices take.
     """
     values = (*arrays, *(torch.zeros_like(weight) for _ in rule.window))
     for gradient, numbers in zip(gradients, of_gradient, strict=True):
         state = named(rule.values, values)
         values = rule.accumulate(weight, state, gradient, named(rule.of_gradient, numbers))
+    if rule.of_matrix:
+        at = rule.values.index(rule.of_matrix)
+        changed = rule.on_matrices(values[at].unsqueeze(0), options).squeeze(0)
+        values = (*values[:at], changed, *values[at + 1 :])
     moved = rule.apply(weight, named(rule.values, values), named(rule.of_window, of_window))
     return moved, list(values[: len(rule.arrays)])

@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from zenflow_compile.checks.validate import check_flag, check_number
@@ -66,6 +66,9 @@ class Rule(ABC):
         switches: numbers of PyTorch's optimizers that ask for another rule, with the name of that rule.
         arrays: of the state; those that may be rounded come first.
         window: names of the values that live until ``apply``.
+        of_matrix: the one of them that ``on_matrices`` changes between the last ``accumulate`` and ``apply``; its
+            parameters are matrices, which the device updates whole in each step. "": there is none.
+        arguments: names of what the constructor takes besides numbers. fixed: their values, which groups cannot change.
         of_gradient, of_window: names of the numbers that ``accumulate`` and ``apply`` take.
     """
 
@@ -76,6 +79,9 @@ class Rule(ABC):
     switches: ClassVar[Mapping[str, str]] = {}
     arrays: ClassVar[tuple[Array, ...]]
     window: ClassVar[tuple[str, ...]] = ()
+    of_matrix: ClassVar[str] = ""
+    arguments: ClassVar[tuple[str, ...]] = ()
+    fixed: Mapping[str, Any] = MappingProxyType({})
     of_gradient: ClassVar[tuple[str, ...]]
     of_window: ClassVar[tuple[str, ...]]
 
@@ -182,6 +188,14 @@ class Rule(ABC):
     @abstractmethod
     def apply(self, weight: Any, state: Any, c: Any) -> Any:
         """Return the new weight; ``c`` has the numbers ``of_window``."""
+
+    def on_matrices(self, values: Any, options: Any) -> Any:
+        """Return new values ``of_matrix``, of as many matrices [matrices, rows, columns]."""
+        raise NotImplementedError(f"{type(self).__name__} has of_matrix={self.of_matrix!r}, and no on_matrices")
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """FLOPs of ``on_matrices`` for one of them."""
+        return 0.0
 
     @property
     def values(self) -> tuple[str, ...]:

@@ -155,7 +155,12 @@ def update_window_(
             for gradient, own in zip(gradients, coefficients, strict=True)
         ]
         moved, arrays = run_window(
-            coefficients[0].rule, state[0], state[1:], scaled, *window_numbers(coefficients, step)
+            coefficients[0].rule,
+            state[0],
+            state[1:],
+            scaled,
+            *window_numbers(coefficients, step),
+            coefficients[-1].options,
         )
         for each, new in zip(state, (moved, *arrays), strict=True):
             each.copy_(new)

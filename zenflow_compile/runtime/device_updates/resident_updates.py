@@ -19,6 +19,7 @@ from zenflow_compile.runtime.device_updates.column_ops import (
     step_counts,
     update_columns_,
 )
+from zenflow_compile.runtime.device_updates.matrix_updates import moved_matrices
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
@@ -163,14 +164,34 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients) 
     for param, _, state in updates:
         if state.master is not None and state.counter.written_since(param, state.mark):
             state.reseed_master(param)
-    by_rows: list[Update] = []
-    whole: list[Update] = []
-    for update in updates:
-        update[2].step += 1
-        (by_rows if _by_rows(update, coefficients.rule) else whole).append(update)
-    _update_rows(by_rows, coefficients)
-    _update_whole(whole, coefficients)
+        state.step += 1
+    if coefficients.rule.of_matrix:
+        _update_matrices(updates, coefficients)
+    else:
+        by_rows: list[Update] = []
+        whole: list[Update] = []
+        for update in updates:
+            (by_rows if _by_rows(update, coefficients.rule) else whole).append(update)
+        _update_rows(by_rows, coefficients)
+        _update_whole(whole, coefficients)
     bump_versions([param for param, _, _ in updates], [state.counter for _, _, state in updates])
+
+
+def _update_matrices(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
+    states = [state for _, _, state in updates]
+    dtypes = [_state_dtype(param) for param, _, _ in updates]
+    weights = [param.data if state.master is None else state.master for param, _, state in updates]
+    wide = [state.arrays if state.form.plain else state.form.expand(*state.arrays) for state in states]
+    scale = coefficients.grad_scale.for_fp32()
+    gradients = [grad.detach().to(dtype) * scale for (_, grad, _), dtype in zip(updates, dtypes, strict=True)]
+    moved = moved_matrices(weights, wide, gradients, [state.step for state in states], coefficients)
+    for (param, _, state), weight, (new, arrays) in zip(updates, weights, moved, strict=True):
+        weight.copy_(new)
+        stored = arrays if state.form.plain else state.form.compress(*arrays, step=state.step)
+        for target, values in zip(state.arrays, stored, strict=True):
+            target.copy_(values)
+        if state.master is not None:
+            param.data.copy_(state.master)
 
 
 def _by_rows(update: Update, rule: Rule) -> bool:

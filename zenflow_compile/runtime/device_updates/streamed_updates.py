@@ -158,8 +158,7 @@ class StreamedUpdates:
         A zero master means uninitialized: its write mark is unknown, so the first update copies the weights into it.
         """
         subgroups = []
-        for number, members in groupby(pairs, key=lambda pair: pair[0].subgroup):
-            assert number is not None
+        for number, members in groupby(sorted(pairs, key=_subgroup), key=_subgroup):
             together = list(members)
             host = arena.take((_elements([plan for plan, _ in together]),), torch.float32)
             params, first = [], 0
@@ -337,6 +336,11 @@ def arena_bytes(plans: Sequence[ParamPlan]) -> int:
     streamed = [plan for plan in plans if plan.streamed]
     groups = [list(members) for _, members in groupby(streamed, key=lambda plan: plan.subgroup)]
     return carved_bytes(((_elements(members),), torch.float32) for members in groups)
+
+
+def _subgroup(pair: tuple[ParamPlan, Parameter]) -> int:
+    assert pair[0].subgroup is not None
+    return pair[0].subgroup
 
 
 def _elements(plans: Sequence[ParamPlan]) -> int:

@@ -20,7 +20,7 @@ _IMPLEMENTATIONS = ("foreach", "fused")
 """Switches of PyTorch's optimizers that change nothing here: updates of many parameters are always fused."""
 
 _CHECKED = ("maximize", "decoupled_weight_decay", *_IMPLEMENTATIONS, *_REFUSED)
-_IMMUTABLE = (float, int, bool, type(None))
+_IMMUTABLE = (float, int, bool, str, type(None))
 
 
 class GroupNumbers(NamedTuple):
@@ -64,7 +64,7 @@ def values_of(groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule]) -> lis
     values = [
         group.get(name, _REFUSED)
         for group, rule in zip(groups, rules, strict=True)
-        for name in (*rule.defaults, *rule.switches, *_CHECKED)
+        for name in (*rule.defaults, *rule.switches, *rule.fixed, *_CHECKED)
     ]
     flat = [each for value in values for each in (value if type(value) is tuple else (value,))]
     return values if all(type(each) in _IMMUTABLE or each is _REFUSED for each in flat) else None
@@ -105,6 +105,13 @@ def check_values(group: Mapping[str, Any], rule: Rule) -> GroupNumbers:
         if (value := group.get(name)) is not None and check_flag(name, value):
             raise ValueError(f"{name}=True of torch.optim.{type(rule).__name__} is not supported: {reason}")
     rule.check_switches(group)
+    for name, value in rule.fixed.items():
+        given = group.get(name, value)
+        if (tuple(given) if isinstance(given, list) else given) != value:
+            raise ValueError(
+                f"{name}={given!r} differs from the rule's {value!r}, which groups cannot change; pass it to "
+                f"{type(rule).__name__}({name}=...), and that to the optimizer or to a group"
+            )
     return GroupNumbers(options, maximize)
 
 
