@@ -202,6 +202,7 @@ class CallCounter:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.counting = False
+        self._seen = 0
 
     def __enter__(self) -> CallCounter:
         threading.setprofile(self._watch)
@@ -214,8 +215,16 @@ class CallCounter:
         code = frame.f_code
         if not self.counting or event != "call" or code.co_name in _NOT_CALLS:
             return
+        self._seen += 1
         if code.co_filename.startswith(str(PACKAGE)):
             self.calls[f"{Path(code.co_filename).relative_to(PACKAGE)}:{code.co_name}"] += 1
+
+    def wait_for_threads(self) -> None:
+        """Wait until no thread has called for a while: on a busy machine they are late."""
+        seen = -1
+        while seen != self._seen:
+            seen = self._seen
+            time.sleep(0.04)
 
     def least(self, run: Callable[[], None]) -> Counter[str]:
         """The calls of the round of ``run`` with the fewest.
@@ -262,7 +271,7 @@ def calls_of_step(layers: int, width: int, **options: Any) -> Counter[str]:
             losses.pop().backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.04)  # the threads end
+            counter.wait_for_threads()
             losses.append(call(inputs).square().mean())
 
         for _ in range(_WARM_UP_STEPS):
