@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[TrainConfig, bool]:
     parser.add_argument("--compare", action="store_true", default=False, help="train every policy and print one table")
     parser.add_argument("--policy", choices=POLICIES, help=f"where optimizer state lives ({defaults.policy})")
     parser.add_argument(
-        "--optimizer", choices=tuple(KINDS), help=f"update rule, which wants its own --lr ({defaults.optimizer})"
+        "--optimizer", choices=(*KINDS, "Muon"), help=f"update rule, which wants its own --lr ({defaults.optimizer})"
     )
     parser.add_argument("--inner", choices=("inductor", "eager"), help=f"what compiles the graphs ({defaults.inner})")
     for name in _COUNTS:

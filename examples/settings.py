@@ -22,7 +22,8 @@ class TrainConfig:
 
     Attributes:
         policy: where optimizer state lives: ``resident``, ``zero_offload`` or ``zenflow``.
-        optimizer: a rule of ``zenflow_compile.rules``, such as ``AdamW`` or ``Lion``.
+        optimizer: a rule of ``zenflow_compile.rules``, such as ``AdamW`` or ``Lion``. ``Muon``, at AdamW's rates, has
+            hidden matrices, and AdamW the others.
         steps: optimizer steps.
         batch: sequences per step.
         context: tokens per sequence.

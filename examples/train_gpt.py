@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from examples.gpt import GPT
 from examples.ranks import own_part, process_group, ranks
 from examples.settings import TrainConfig, TrainResult
 from examples.stdlib_text import Text, load_text, training_batch, validation_batches
-from zenflow_compile.rules import KINDS
+from zenflow_compile.rules import KINDS, Muon, muon_groups
 
 CORES_OF_PYTORCH = 0.5  # where the device is the CPU itself
 
@@ -178,9 +178,14 @@ def make_optimizer(config: TrainConfig, model: GPT) -> zf.ZenFlow:
         "full_warm_up_rounds": config.warm_up,
     }
     on_host: dict[str, Any] = {"state_dtype": config.state_dtype}
+    numbers: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    params: Iterable[Any] = model.named_parameters()
+    if config.optimizer == "Muon":
+        params = muon_groups(model, Muon(**numbers, adjust_lr_fn="match_rms_adamw"))
+    rule = KINDS["AdamW" if config.optimizer == "Muon" else config.optimizer](**numbers)
     return zf.ZenFlow(  # with the rule AdamW it is zf.ZenFlowAdamW
-        model.named_parameters(),
-        KINDS[config.optimizer](lr=config.lr, weight_decay=config.weight_decay),
+        params,
+        rule,
         policy=config.policy,
         **(windows if config.policy == "zenflow" else {}),
         **({} if config.policy == "resident" else on_host),

@@ -47,6 +47,13 @@ def test_learns(policy: str, repeating_text: Text) -> None:
     assert long.profile["steps"] == 60 - 3  # what is measured starts after the warm-up
 
 
+@pytest.mark.parametrize(("optimizer", "lr"), [("Lion", 3e-4), ("Muon", 2e-3)])
+def test_learns_by_another_rule(optimizer: str, lr: float, repeating_text: Text) -> None:
+    short = train(replace(TINY, optimizer=optimizer, lr=lr, steps=4), text=repeating_text)
+    long = train(replace(TINY, optimizer=optimizer, lr=lr, steps=60), text=repeating_text)
+    assert long.validation_loss < short.validation_loss - 0.5
+
+
 def test_state_is_placed_by_the_policy(repeating_text: Text) -> None:
     resident, zero_offload, zenflow = compare(replace(TINY, steps=6), text=repeating_text)
     assert resident.host_bytes == 0
