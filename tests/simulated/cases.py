@@ -29,7 +29,7 @@ from tests.simulated.streams import Stream
 from tests.simulated.waits_at_rest import WaitsAtRest, known_waits
 from tests.support.training import ADAM, EAGER_BACKEND, batch, mlp
 from tests.support.weight_readers import read_all
-from zenflow_compile import ZenFlowAdamW
+from zenflow_compile import ZenFlow, ZenFlowAdamW, rules
 from zenflow_compile.native.library import COUNTER
 from zenflow_compile.runtime.device.copy_lanes import Gate
 from zenflow_compile.runtime.device.devices import device_of
@@ -100,6 +100,14 @@ STATE_SETS = {
 }  # fmt: skip
 """With state in fewer bytes, which only the model "wide" can have."""
 
+MUON_SETS: dict[str, dict[str, Any]] = {
+    "muon": {"policy": "zero_offload"},
+    "muon selecting": SELECTING,
+    "muon weights": {"policy": "zero_offload", "offload_weights": 1.0},
+    "muon bytes": {"policy": "zero_offload", "state_dtype": "bf16"},
+}
+"""Hidden matrices by Muon, and the others by AdamW."""
+
 HABITS = (
     "plain", "clip", "accumulate", "side stream", "optimizer in backward", "reads", "reload", "scaled", "offload all",
 )  # fmt: skip
@@ -124,7 +132,7 @@ class Case:
     """One run.
 
     Attributes:
-        options: a key of ``OPTION_SETS``, ``WEIGHT_SETS`` or ``STATE_SETS``.
+        options: a key of ``OPTION_SETS``, ``WEIGHT_SETS``, ``STATE_SETS`` or ``MUON_SETS``.
         model: a key of ``MODELS``, or "wide".
         entry: "hooks"; "graph", run operator by operator; or "inductor", graphs in generated code.
         habit: one of ``HABITS``, "flush", or "weights read": all of them directly, after each step.
@@ -232,7 +240,13 @@ MODELS = {"mlp": mlp, "gpt": gpt, "matrices": matrices}
 RANK_MODELS = {**MODELS, "experts": experts}
 """Those of several ranks: each may use other experts."""
 _ALL_MODELS = {**RANK_MODELS, "wide": wide}
-_ALL_SETS = {**OPTION_SETS, **WEIGHT_SETS, **STATE_SETS}
+_ALL_SETS = {**OPTION_SETS, **WEIGHT_SETS, **STATE_SETS, **MUON_SETS}
+
+
+def make_optimizer(model: nn.Module, name: str, options: dict[str, Any]) -> ZenFlow:
+    if name in MUON_SETS:
+        return ZenFlow(rules.muon_groups(model, rules.Muon(lr=0.02)), rules.AdamW(**ADAM), **options)
+    return ZenFlowAdamW(model.named_parameters(), **{**ADAM, **options})
 
 
 class Loop:
@@ -265,7 +279,7 @@ class Loop:
             self.call = torch.compile(self.model, backend="zenflow", options=settings)
             self.optimizer: Any = None
         else:
-            self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **{**ADAM, **options})
+            self.optimizer = make_optimizer(self.model, case.options, options)
             generated = torch.compile(self.model, backend="zenflow")  # compiles at the first call, if there is one
             self.call = {"graph": compiled, "hooks": self.model, "inductor": generated}[case.entry]
         self.scale = torch.tensor(1024.0, device=device)

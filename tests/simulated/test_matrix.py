@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from tests.simulated.cases import HABITS, LATE, MODELS, OPTION_SETS, Case, differing
+from tests.simulated.cases import HABITS, LATE, MODELS, MUON_SETS, OPTION_SETS, Case, differing
 from tests.simulated.process import SimulatedProcess
 from tests.simulated.simulator import PATTERNS
 
@@ -32,6 +32,14 @@ def test_training_equals_the_cpu(simulated: SimulatedProcess, options: str, mode
     habits = draw.sample(HABITS, 1) if model == "gpt" else [*draw.sample(HABITS, DRAWN), "side stream"]
     drawn = [draw.choice(every_case(options, model, habit)) for habit in habits]
     assert simulated.call(differing, drawn, timeout=120) == []
+
+
+@pytest.mark.parametrize("options", MUON_SETS)
+def test_muon_equals_the_cpu(simulated: SimulatedProcess, options: str) -> None:
+    draw = random.Random(options)
+    habits = [habit for habit in HABITS if habit != "optimizer in backward"]
+    drawn = [draw.choice(every_case(options, model, habit)) for habit in habits for model in ("matrices", "mlp")]
+    assert simulated.call(differing, drawn, timeout=240) == []
 
 
 def test_reselection_in_the_stream_of_forwards_equals(simulated: SimulatedProcess) -> None:
