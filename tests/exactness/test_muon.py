@@ -291,6 +291,15 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
         rules.Muon(**arguments)
 
 
+@pytest.mark.parametrize("changes", [{"of_matrix": "momentum_buffer"}, {"on_matrices": rules.Rule.on_matrices}])
+def test_malformed_rule_of_matrices_is_refused(changes: dict[str, Any]) -> None:
+    rule = type("Changed", (rules.Muon,), changes)()
+    with pytest.raises(
+        ValueError, match=r"Changed.of_matrix='\w+' must be in Changed.window, and Changed.on_matrices"
+    ):
+        zf.ZenFlow([nn.Parameter(torch.ones(8, 8))], rule)
+
+
 def test_arguments_of_the_rule_do_not_change() -> None:
     model = model_of()
     (optimizer,) = ours(policy="resident")(model)
