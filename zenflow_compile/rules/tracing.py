@@ -110,7 +110,7 @@ def trace(rule: Rule) -> Traced:
             raise ValueError(f"{kind} has an array {array.name!r}, a name of something else in states; change it")
     if rule.of_matrix and (rule.of_matrix not in rule.window or type(rule).on_matrices is Rule.on_matrices):
         raise ValueError(
-            f"{kind}.of_matrix={rule.of_matrix!r} must be in {kind}.window, and {kind}.on_matrices changes it; add these"
+            f"{kind}.of_matrix={rule.of_matrix!r} must be in {kind}.window, and {kind}.on_matrices changes it; add both"
         )
     if rounded != sorted(rounded, reverse=True):
         raise ValueError(f"{kind}.arrays must have those that may be rounded first; change their order")
