@@ -222,9 +222,12 @@ class CallCounter:
     def wait_for_threads(self) -> None:
         """Wait until no thread has called for a while: on a busy machine they are late."""
         seen = -1
-        while seen != self._seen:
+        for _ in range(100):
+            if seen == self._seen:
+                return
             seen = self._seen
             time.sleep(0.04)
+        raise RuntimeError("threads of the package call on and on, although nothing is to be done")
 
     def least(self, run: Callable[[], None]) -> Counter[str]:
         """The calls of the round of ``run`` with the fewest.

@@ -22,7 +22,7 @@ from zenflow_compile.checks.validate import user_stacklevel
 from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.native.library import rule_address
 from zenflow_compile.options.options import Options
-from zenflow_compile.planning.planners import empty_plan
+from zenflow_compile.planning.planners import check_matrices, empty_plan
 from zenflow_compile.rules.rule import Rule
 from zenflow_compile.rules.tracing import trace
 from zenflow_compile.runtime import ops
@@ -288,7 +288,13 @@ class LazyEngine:
         """
         if self._options.nvme_path is not None and (self._options.in_files or self._options.policy == "auto"):
             existing_directory(self._options.nvme_path)
+        check_matrices(specs_of(_named(self._groups), self._rules))
         if _chosen_by_model(self._options):
+            if self._ranks is not None and any(rule.of_matrix for rule in self._rules):
+                raise ValueError(
+                    f"policy={self._options.policy!r} and update_stride={self._options.update_stride!r} of several "
+                    "ranks are not chosen for rules of matrices in this version; give both"
+                )
             return
         worker_cores(self._options)
         plan = empty_plan(self._options)

@@ -203,31 +203,39 @@ class ZenFlow(torch.optim.Optimizer):
             self._lazy_engine.check_open()
         given, param_group = param_group, _materialized(param_group)
         rule = self._rule_of(param_group)
-        if isinstance(param_group.get("rule"), Rule):
-            param_group = {**dict(rule.numbers), **rule.fixed, **param_group, "rule": type(rule).__name__}
-        check_group({**self.defaults, **param_group}, rule)
+        has_own = isinstance(param_group.get("rule"), Rule)
+        if has_own:
+            numbers = {**dict(rule.numbers), **rule.fixed, "maximize": self.defaults["maximize"]}
+            param_group = {**numbers, **param_group, "rule": type(rule).__name__}
+        check_group(param_group if has_own else {**self.defaults, **param_group}, rule)
         params = [param[1] if isinstance(param, tuple) else param for param in param_group["params"]]
         for param in params:
             _check_param(param)
         if len({id(param) for param in params}) < len(params):
             raise ValueError("a parameter is in its group twice; model.parameters() has each one once")
         _check_names([*self.param_groups, param_group])
-        given.update(param_group)
-        param_group = given  # as in PyTorch, the caller's dict is the group
+        given["params"] = param_group["params"]
+        if not has_own:
+            param_group = given  # as in PyTorch, the caller's dict is the group
         if constructing:
-            super().add_param_group(param_group)
-            self.rules.append(rule)
+            self._append_group(param_group, rule, set(param_group) if has_own else None)
             return
         check_devices(params, self._lazy_engine.claim.params[0].device)
         engine = None if self._lazy_engine.built is None else self.engine
-        super().add_param_group(param_group)
-        self.rules.append(rule)
+        self._append_group(param_group, rule, set(param_group) if has_own else None)
         try:
             self._lazy_engine.add_group(engine, params)
         except BaseException:
             self.param_groups.pop()
             self.rules.pop()
             raise
+
+    def _append_group(self, group: dict[str, Any], rule: Rule, names: set[str] | None) -> None:
+        """Have PyTorch add a group, without numbers of the optimizer's rule; ``names``: what it has, if not all."""
+        super().add_param_group(group)
+        for name in () if names is None else group.keys() - names - {"param_names"}:
+            del group[name]
+        self.rules.append(rule)
 
     def _rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a new group: its own, or that of the optimizer, of which the group may have the name."""

@@ -261,6 +261,17 @@ def test_groups_have_hidden_matrices() -> None:
         rules.muon_groups(model, rules.Muon(), lambda *_: False)
 
 
+def test_hidden_layers_may_be_called_output() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=50, **sizes))
+    muon, _ = rules.muon_groups(bert, rules.Muon())
+    names = [name for name, _ in muon["params"]]
+    assert len([name for name in names if ".layer.0." in name]) == 6
+    assert "bert.encoder.layer.1.attention.output.dense.weight" in names
+    assert not any("embeddings" in name or "decoder" in name for name in names)
+
+
 @pytest.mark.parametrize("shape", [(8,), (4, 4, 4)])
 def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     param = nn.Parameter(torch.ones(shape))
@@ -294,9 +305,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("changes", [{"of_matrix": "momentum_buffer"}, {"on_matrices": rules.Rule.on_matrices}])
 def test_malformed_rule_of_matrices_is_refused(changes: dict[str, Any]) -> None:
     rule = type("Changed", (rules.Muon,), changes)()
-    with pytest.raises(
-        ValueError, match=r"Changed.of_matrix='\w+' must be in Changed.window, and Changed.on_matrices"
-    ):
+    with pytest.raises(ValueError, match=r"Changed.of_matrix='\w+' must be in Changed.window, and Changed.on_matrices"):
         zf.ZenFlow([nn.Parameter(torch.ones(8, 8))], rule)
 
 

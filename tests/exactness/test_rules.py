@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import io
+import pickle
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zenflow_compile as zf
 from zenflow_compile import rules
 from zenflow_compile.rules import Array, Rule
 from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.device_updates import resident_updates
 from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 OFFLOAD = {"min_offload_size": 1}
@@ -557,3 +563,80 @@ def test_groups_of_several_rules_are_checked() -> None:
             optimizer.load_state_dict(state)
     with pytest.raises(TypeError, match="a ZenFlowAdamW has the rule Lion; for groups of several rules pass"):
         zf.ZenFlowAdamW([{"params": other.parameters(), "rule": rules.Lion()}])
+
+
+def test_groups_have_their_own_numbers_alone() -> None:
+    """Numbers of the optimizer's rule would ask for another one there: a momentum, Nesterov's."""
+    params = [nn.Parameter(torch.ones(8, 8)) for _ in range(4)]
+    group = {"params": [params[1]], "rule": rules.PlainSGD(lr=0.5)}
+    groups = [{"params": [params[0]]}, group, {"params": [params[2]], "rule": rules.RMSprop()}]
+    for _ in range(2):  # the dicts are as they were
+        with zf.ZenFlow(groups, rules.NesterovSGD(), policy="resident") as optimizer:
+            assert set(optimizer.param_groups[1]) == {"params", "rule", "lr", "weight_decay", "maximize"}
+            with pytest.raises(ValueError, match="more than one parameter group"):
+                optimizer.add_param_group(group)
+            assert group["rule"] is optimizer.rules[1]
+            optimizer.param_groups[1]["rule"] = "SGD"
+            params[1].grad = torch.ones(8, 8)
+            with pytest.raises(ValueError, match="rule='SGD' of a param group cannot change: it is PlainSGD"):
+                optimizer.step()
+            params[1].grad = None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rules_are_pickled(name: str) -> None:
+    """Processes that search plans get them."""
+    rule = CASES[name][0]
+    again = pickle.loads(pickle.dumps(rule))
+    assert again.numbers == rule.numbers
+    assert again.initial == rule.initial
+
+
+def test_empty_parameters_and_default_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(3, 0)), nn.Parameter(torch.ones(4, 4))]
+    monkeypatch.setattr(resident_updates, "has_kernels", lambda _: True)
+    with zf.ZenFlow(params, rules.Lion(), policy="resident") as optimizer:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(entry["step"].dtype == torch.float32 for entry in state["state"].values())
+
+
+@pytest.mark.parametrize("policy", ["resident", "zero_offload"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "Lion"])
+def test_states_of_pytorch_are_read_into_ours(name: str, policy: str, tmp_path: Path) -> None:
+    """As docs/guide/checkpoints.md has it: ``dcp.load`` reads a state of PyTorch's optimizer into that of a new one."""
+    rule, theirs, keywords = CASES[name]
+    model, other = mlp(torch.float32), mlp(torch.float32)
+    optimizer = theirs(model.parameters(), **keywords)
+    batches = torch.randn(4, 16, 48)
+
+    def steps(each: nn.Module, update: torch.optim.Optimizer, some: Tensor) -> None:
+        for batch in some:
+            each(batch).square().mean().backward()
+            update.step()
+            update.zero_grad()
+
+    steps(model, optimizer, batches[:2])
+    other.load_state_dict(model.state_dict())
+    dcp.save({"state": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
+    mine = zf.ZenFlow(other.parameters(), rule, **OFFLOAD, **POLICIES[policy])
+    found = {"state": get_optimizer_state_dict(other, mine)}
+    dcp.load(found, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    if name == "NAdam":  # ours has no entry for the product of momenta
+        with pytest.raises(ValueError, match=r"has no 'mu_product', .*: load it by optimizer.load_state_dict\(\)"):
+            set_optimizer_state_dict(other, mine, found["state"])
+        mine.close()
+        return
+    set_optimizer_state_dict(other, mine, found["state"])
+    steps(model, optimizer, batches[2:])
+    steps(other, mine, batches[2:])
+    mine.close()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)

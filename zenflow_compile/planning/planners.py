@@ -113,7 +113,8 @@ class ParamSpec:
 
 def stride_param(params: Sequence[ParamSpec]) -> ParamSpec | None:
     """The parameter that ``update_stride`` is chosen for: the largest one with an offloadable dtype."""
-    return max(params, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel), default=None)
+    on_host = [param for param in params if not param.rule.of_matrix]
+    return max(on_host, key=lambda param: (param.dtype in OFFLOADABLE_DTYPES, param.numel), default=None)
 
 
 def make_plan(specs: Sequence[ParamSpec], options: Options) -> Plan:
@@ -136,7 +137,7 @@ def extend_plan(plan: Plan, specs: Sequence[ParamSpec], options: Options) -> Pla
 
     Raises:
         ValueError: no planner has the name of the policy, or a parameter cannot have ``state_dtype``,
-            ``split_master`` or the view that ``row_dims`` gives it.
+            ``split_master`` or the view that ``row_dims`` gives it; or see ``check_matrices``.
     """
     if options.policy not in _PLANNERS:
         raise ValueError(f"policy={options.policy!r} must be one of {', '.join(_PLANNERS)}")
@@ -326,7 +327,7 @@ def _lay_out_twinflow(kinds: Kinds, options: Options, extends: bool) -> Layout:
 
 def _with_streaming(layout: Layout, kinds: Kinds, subgroup: int, stride: int) -> Layout:
     """Group the offloaded parameters into subgroups, numbered from ``subgroup`` on; stream every ``stride``-th."""
-    numels = [plan.numel if plan.offloaded else 0 for plan in kinds.on_host]
+    numels = [plan.numel if plan.offloaded and not plan.rule.of_matrix else 0 for plan in kinds.on_host]
     counted = [numels[kind] if side is Side.HOST else 0 for kind, side in zip(kinds.of, layout.sides, strict=True)]
     size = min(LARGEST_SUB_GROUP, sum(counted) // (STRIDES * stride))
     elements = 0
@@ -366,7 +367,8 @@ def _with_whole_matrices(layout: Layout, kinds: Kinds, subgroup: int) -> Layout:
 
 
 def check_matrices(specs: Sequence[ParamSpec]) -> None:
-    """
+    """Refuse parameters that a rule of matrices cannot update.
+
     Raises:
         ValueError: a rule of matrices has a parameter that is none, or of which this rank has a part.
     """

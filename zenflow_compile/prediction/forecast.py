@@ -299,7 +299,11 @@ def weight_memory(options: Options, scenario: Scenario) -> WeightMemory | None:
         return None
     specs = scenario.model.params
     shapes = [spec.shape for spec in specs]
-    sizes = offloadable_weights(shapes, [spec.numel * spec.dtype.itemsize for spec in specs])
+    # Weights whose state is streamed stay on the device.
+    stays = [spec.rule.of_matrix and options.policy != "resident" for spec in specs]
+    sizes = offloadable_weights(
+        shapes, [0 if stay else spec.numel * spec.dtype.itemsize for stay, spec in zip(stays, specs, strict=True)]
+    )
     budget = weight_budget(options.offload_weights, {specs[index].name: size for index, size in sizes.items()})
     offloaded, ring = divide_budget(budget, shapes, sizes)
     reloaded = reloaded_weights(shapes, sizes, offloaded, ring) if scenario.recomputes else frozenset[int]()

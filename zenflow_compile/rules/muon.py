@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zenflow_compile.checks.validate import check_flag, check_integer, check_number
-from zenflow_compile.rules.rule import Array, Rule, decay_of, rate_of
+from zenflow_compile.rules.rule import Array, Rule, counted, decay_of, rate_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
+_HEADS = ("lm_head", "head", "output")
 _ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
@@ -61,7 +62,7 @@ class Muon(Rule):
 
     def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """PyTorch counts no steps: a buffer has had a gradient."""
-        return {"step": 1.0, **entry} if "momentum_buffer" in entry else entry
+        return counted(entry, "momentum_buffer")
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         rest = 1.0 - options.momentum
@@ -109,8 +110,8 @@ def muon_groups(
     Args:
         rule: of the first group.
         chosen: says which parameters it has, by name; None: hidden matrices, which are those with two dimensions but
-            for weights of embeddings and of what ``model.get_output_embeddings()`` returns or the model calls
-            ``lm_head``, ``head`` or ``output``.
+            for weights of embeddings, of what ``model.get_output_embeddings()`` returns, and of layers that are called
+            ``lm_head``, ``head`` or ``output`` and are in no numbered block.
 
     Raises:
         ValueError: no parameter is chosen.
@@ -133,7 +134,9 @@ def _outer_weights(model: Module) -> list[Tensor]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     outer = [head] if head is not None else []
     for name, module in model.named_modules():
-        is_head = name.rpartition(".")[2] in ("lm_head", "head", "output")
+        *path, last = name.split(".")
+        in_block = any(each.isdigit() for each in path)  # hidden layers may be called so, too
+        is_head = last in _HEADS and not in_block and not [*module.children()]
         if is_head or type(module).__name__.endswith("Embedding") or hasattr(module, "num_embeddings"):
             outer.append(module)
     return [param for module in outer for param in module.parameters()]

@@ -32,8 +32,17 @@ class NAdam(Rule):
     of_window = ("of_last", "of_average", "following", "bias_correction2", "eps")
 
     def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        """PyTorch has the product of momenta once."""
+        """PyTorch has the product of momenta once.
+
+        Raises:
+            ValueError: it is not there, although there were steps: PyTorch has read the others into a state of ours.
+        """
         if "mu_product" not in entry or "exp_avg" not in entry:
+            if "mu_rest" in entry and float(entry["step"]) and not bool(entry["mu_rest"].any()):
+                raise ValueError(
+                    "the state of torch.optim.NAdam has no 'mu_product', which PyTorch has not read into the state of "
+                    "this optimizer: load it by optimizer.load_state_dict()"
+                )
             return entry
         rest = entry["exp_avg"].clone().fill_(1.0 - float(entry["mu_product"]))
         return {name: value for name, value in entry.items() if name != "mu_product"} | {"mu_rest": rest}

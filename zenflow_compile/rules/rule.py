@@ -1,7 +1,7 @@
 """What an update rule is: pure functions of elements, and the numbers that they share.
 
 A rule is written once. Its functions run as they are on tensors, which is what tests compare with, and are printed as
-the code that updates state: see ``tracing`` and ``cpp``.
+the code that updates state: see ``tracing``, ``cpp`` and ``triton``.
 
 [Note: windows] An update window has the gradients of one or several steps. ``accumulate`` takes each of them, oldest
 first; ``apply`` then moves the weight, once. Between them the values of ``window`` live, which begin at zero and are
@@ -58,10 +58,9 @@ class Rule(ABC):
         ValueError: no step can use a value.
 
     Attributes:
-        initial: ``options`` that the rule begins with.
         defaults: the numbers of a param group that steps use; ``betas`` are two.
         options: kind of tuple of these numbers, all of them floats: ``betas`` are ``beta1`` and ``beta2``.
-        fused: PyTorch and this package have kernels for it on devices. A subclass has none.
+        fused: PyTorch has a kernel for many parameters of it at once. A subclass has none.
         decoupled: weight decay is apart from the gradient; None: groups do not say which one they mean.
         switches: numbers of PyTorch's optimizers that ask for another rule, with the name of that rule.
         arrays: of the state; those that may be rounded come first.
@@ -99,7 +98,12 @@ class Rule(ABC):
         if unknown := [name for name in numbers if name not in self.defaults]:
             raise TypeError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(self.defaults)}")
         self.numbers = tuple({**self.defaults, **numbers}.items())
-        self.initial = self.options_of({name: plain(name, value) for name, value in self.numbers})
+        _ = self.initial
+
+    @property
+    def initial(self) -> Any:
+        """``options`` that the rule begins with."""
+        return self.options_of({name: plain(name, value) for name, value in self.numbers})
 
     def options_of(self, group: Mapping[str, Any]) -> Any:
         """The ``options`` of a param group, whose values are numbers.
@@ -251,11 +255,20 @@ def plain(name: str, value: Any, read: Callable[[Tensor], Tensor] = lambda tenso
         return value
     if value.numel() != 1:
         raise ValueError(f"{name} is a tensor of {value.numel()} elements; it must be a number, or a tensor of one")
+    if value.is_meta:
+        raise ValueError(f"{name} is a tensor on the meta device, which has no value; pass a number")
     return read(value).item()
 
 
 def _is_tensor(value: object) -> bool:
     return hasattr(value, "numel")  # predictions read rules without importing PyTorch
+
+
+def counted(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An entry of an optimizer of PyTorch that counts no steps: its array ``name`` is there, or not zero, after one."""
+    if name not in entry or float(entry.get("step", 0.0)) or ("step" in entry and not bool(entry[name].any())):
+        return entry
+    return {**entry, "step": 1.0}
 
 
 def named(names: Sequence[str], values: Sequence[Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from zenflow_compile.rules.rule import Array, Rule
+from zenflow_compile.rules.rule import Array, Rule, counted
 
 
 class SGD(Rule):
@@ -20,7 +20,7 @@ class SGD(Rule):
 
     def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """PyTorch counts no steps: a buffer has had a gradient."""
-        return {"step": 1.0, **entry} if "momentum_buffer" in entry else entry
+        return counted(entry, "momentum_buffer")
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         """Where ``momentum`` is 0, the buffer stays, and the gradient alone moves the weight."""

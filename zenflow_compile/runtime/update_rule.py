@@ -122,8 +122,9 @@ _options = attrgetter("options")
 @lru_cache(maxsize=256)  # the parameters of a group have the same numbers in a step
 def _numbers(rule: Rule, options: tuple[Any, ...], step: int) -> WindowNumbers:
     first = step - len(options) + 1
-    of_gradient = [rule.gradient_numbers(own, count) for count, own in enumerate(options, first)]
-    return WindowNumbers(tuple(of_gradient), rule.window_numbers(options, step))
+    # Floats: Triton compiles a kernel again for integers, and has no quotients of them.
+    of_gradient = [tuple(map(float, rule.gradient_numbers(own, count))) for count, own in enumerate(options, first)]
+    return WindowNumbers(tuple(of_gradient), tuple(map(float, rule.window_numbers(options, step))))
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ def show_steps(engine: Engine, states: MutableMapping[Tensor, dict[str, Any]]) -
         for name in layout(engine.plan.params[index], adaptive=engine.plan.adaptive):
             entry.setdefault(name, InStateDict())
         if not isinstance(entry["step"], Tensor):
-            entry["step"] = torch.zeros((), device="cpu")
+            entry["step"] = _step(0)
         if index in engine.offloaded:
             entry["step"].fill_(_gradients_taken(engine.offloaded[index]))
         elif (state := engine.registry.device_updated.state(index)) is not None:
@@ -286,6 +286,11 @@ def _flat_weight(engine: Engine, index: int) -> Tensor:
     return weight if plan.flat is None else plan.flat.view(weight)
 
 
+def _step(gradients: int) -> Tensor:
+    """A number of gradients as entries have it, whatever the default dtype and device are."""
+    return torch.tensor(float(gradients), dtype=torch.float32, device="cpu")
+
+
 def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     """The entries of a parameter that is updated on the device; without a gradient yet, zeros and its weight."""
     plan, param = engine.plan.params[index], _flat_weight(engine, index)
@@ -293,14 +298,14 @@ def _whole_entries(engine: Engine, index: int) -> dict[str, Tensor]:
     if state is None:
         dtype = state_dtype(plan)
         zeros = {name: torch.zeros_like(param, dtype=dtype, device="cpu") for name in array_names(plan)}
-        return {"step": torch.zeros(()), **zeros, "master": param.to(device="cpu", dtype=dtype, copy=True)}
+        return {"step": _step(0), **zeros, "master": param.to(device="cpu", dtype=dtype, copy=True)}
     read = engine.device_memory.read
     arrays = state.form.expand(*(read(each).cpu() for each in state.arrays))
     found = dict(zip(array_names(plan), arrays, strict=True))
     if state.master is not None:
         found["master"] = read(state.master)
     of_arrays = {name: tensor.view(param.shape).to("cpu", copy=True) for name, tensor in found.items()}
-    return {"step": torch.tensor(float(state.step)), **of_arrays}
+    return {"step": _step(state.step), **of_arrays}
 
 
 def _whole_state(engine: Engine, index: int, entry: Mapping[str, Any] | None) -> ResidentState | None:
@@ -333,7 +338,7 @@ def _offloaded_state(engine: Engine, offloaded: OffloadedParam) -> dict[str, Ten
     host, device, plan = offloaded.host, offloaded.device, offloaded.plan
     selection, read = _selection(offloaded), engine.device_memory.read
     found = dense_state(offloaded)
-    found["step"] = torch.tensor(float(_gradients_taken(offloaded)))
+    found["step"] = _step(_gradients_taken(offloaded))
     found["score"] = read(device.score).to("cpu", copy=True).unsqueeze(1)
     found["mask"] = per_slice(plan, selection.selected, torch.ones(plan.k, dtype=torch.bool))
     found["selected_at"] = torch.tensor(_or_none(device.selected_at))

@@ -95,7 +95,7 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     plans = [entry.get("plan") for entry in entries.values()]
     if any(isinstance(each, Tensor) and each.is_floating_point() for each in plans):
         entries = {index: _updated_by_pytorch(engine, index, entry) for index, entry in entries.items()}
-    elif _is_filled_in(entries):
+    elif _is_filled_in(engine, entries):
         for index, entry in entries.items():
             rule = engine.plan.params[index].rule
             of_rule = rule.from_pytorch(entry)
@@ -209,7 +209,7 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
 # States of torch.optim.AdamW.
 
 
-def _is_filled_in(entries: Mapping[int, Mapping[str, Any]]) -> bool:
+def _is_filled_in(engine: Engine, entries: Mapping[int, Mapping[str, Any]]) -> bool:
     """Whether PyTorch has put a state of torch.optim.AdamW into that of a new optimizer, which no step has counted.
 
     ``set_optimizer_state_dict`` fills in what a full state lacks, and ``dcp.load`` reads into what
@@ -217,7 +217,17 @@ def _is_filled_in(entries: Mapping[int, Mapping[str, Any]]) -> bool:
     """
     counts = [(entry.get("step"), entry.get("optimizer_step")) for entry in entries.values()]
     known = [(step, count) for step, count in counts if isinstance(step, Tensor) and isinstance(count, Tensor)]
-    return any(bool((step > 0).all()) for step, _ in known) and not any(bool(count.any()) for _, count in known)
+    if any(bool(count.any()) for _, count in known):
+        return False
+    return (
+        any(bool((step > 0).all()) for step, _ in known)
+        or any(
+            bool(value.any())  # of an optimizer that counts no steps
+            for index, entry in entries.items()
+            for name in _entries_of_pytorch(engine.plan.params[index].rule)[1:]
+            if isinstance(value := entry.get(name), Tensor)
+        )
+    )
 
 
 def _updated_by_pytorch(engine: Engine, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,6 +237,7 @@ def _updated_by_pytorch(engine: Engine, index: int, entry: Mapping[str, Any]) ->
         ValueError: an update window held gradients then, which AdamW has not applied.
     """
     plan = engine.plan.params[index]
+    entry = plan.rule.from_pytorch(entry)
     part, names = _Part(entry, repr(plan.name)), _entries_of_pytorch(plan.rule)
     if "open" in entry and bool(part.tensor("open").count_nonzero()):
         raise ValueError(

@@ -27,6 +27,8 @@ from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 # Elements of cast or scaled gradients that exist at a time, unless one parameter has more: 256 MiB.
 _SCRATCH_ELEMENTS = 1 << 26
+_STACKED_ELEMENTS = 1 << 24  # of matrices that are updated whole: some ten times as many bytes of scratch, 0.7 GB
+_MOST_ELEMENTS = 1 << 31  # of a kernel for slices: offsets in a row have 32 bits, and a vector is one row
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ Update = tuple[Tensor, Tensor, ResidentState]
 
 
 class ResidentUpdates:
-    """Updates of parameters and their gradients: for AdamW in one multi-tensor call, else one by one.
+    """Updates of parameters and their gradients: AdamW's in one multi-tensor call, matrices in stacks, others singly.
 
     Attributes:
         states: made with a parameter's first gradient. A parameter without a gradient keeps its step count.
@@ -178,14 +180,23 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients) 
 
 
 def _update_matrices(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
-    states = [state for _, _, state in updates]
-    dtypes = [_state_dtype(param) for param, _, _ in updates]
-    weights = [param.data if state.master is None else state.master for param, _, state in updates]
+    """Matrices of one shape and dtype together, as many as have little scratch."""
+    alike: dict[tuple[torch.Size, torch.dtype], list[Update]] = {}
+    for update in updates:
+        alike.setdefault((update[0].shape, update[0].dtype), []).append(update)
+    for each in alike.values():
+        for batch in bounded_batches(each, [param.numel() for param, _, _ in each], _STACKED_ELEMENTS):
+            _update_stack(batch, coefficients)
+
+
+def _update_stack(batch: Sequence[Update], coefficients: StepCoefficients) -> None:
+    states = [state for _, _, state in batch]
+    weights = [param.data if state.master is None else state.master for param, _, state in batch]
     wide = [state.arrays if state.form.plain else state.form.expand(*state.arrays) for state in states]
     scale = coefficients.grad_scale.for_fp32()
-    gradients = [grad.detach().to(dtype) * scale for (_, grad, _), dtype in zip(updates, dtypes, strict=True)]
+    gradients = [grad.detach().to(_state_dtype(param)) * scale for param, grad, _ in batch]
     moved = moved_matrices(weights, wide, gradients, [state.step for state in states], coefficients)
-    for (param, _, state), weight, (new, arrays) in zip(updates, weights, moved, strict=True):
+    for (param, _, state), weight, (new, arrays) in zip(batch, weights, moved, strict=True):
         weight.copy_(new)
         stored = arrays if state.form.plain else state.form.compress(*arrays, step=state.step)
         for target, values in zip(state.arrays, stored, strict=True):
@@ -201,6 +212,7 @@ def _by_rows(update: Update, rule: Rule) -> bool:
         return not state.form.plain
     return (
         has_kernels(param.device)
+        and 0 < param.numel() < _MOST_ELEMENTS
         and _state_dtype(param) == torch.float32
         and all(each.is_contiguous() for each in (param, *state.tensors()))
     )

@@ -1,4 +1,4 @@
-"""AdamW with state in host memory, copied to the device for each update (Deep Optimizer States, section 4).
+"""Updates with state in host memory, copied to the device for each update (Deep Optimizer States, section 4).
 
 [Note: chain] A few device buffers of equal size take turns. A buffer holds one subgroup: from the copy in, through the
 update, to the write-back. The next copy into that buffer is queued behind the write-back. So one subgroup is written

@@ -19,7 +19,7 @@ _REFUSED = {
 _IMPLEMENTATIONS = ("foreach", "fused")
 """Switches of PyTorch's optimizers that change nothing here: updates of many parameters are always fused."""
 
-_CHECKED = ("maximize", "decoupled_weight_decay", *_IMPLEMENTATIONS, *_REFUSED)
+_CHECKED = ("rule", "maximize", "decoupled_weight_decay", *_IMPLEMENTATIONS, *_REFUSED)
 _IMMUTABLE = (float, int, bool, str, type(None))
 
 
@@ -104,13 +104,18 @@ def check_values(group: Mapping[str, Any], rule: Rule) -> GroupNumbers:
     for name, reason in _REFUSED.items():
         if (value := group.get(name)) is not None and check_flag(name, value):
             raise ValueError(f"{name}=True of torch.optim.{type(rule).__name__} is not supported: {reason}")
+    kind = type(rule).__name__
+    if (name := group.get("rule", kind)) != kind:
+        raise ValueError(
+            f"rule={name!r} of a param group cannot change: it is {kind}; make a new optimizer, or add another group"
+        )
     rule.check_switches(group)
     for name, value in rule.fixed.items():
         given = group.get(name, value)
         if (tuple(given) if isinstance(given, list) else given) != value:
             raise ValueError(
                 f"{name}={given!r} differs from the rule's {value!r}, which groups cannot change; pass it to "
-                f"{type(rule).__name__}({name}=...), and that to the optimizer or to a group"
+                f"{kind}({name}=...), and that to the optimizer or to a group"
             )
     return GroupNumbers(options, maximize)
 
