@@ -203,7 +203,7 @@ class ZenFlow(torch.optim.Optimizer):
             self._lazy_engine.check_open()
         given, param_group = param_group, _materialized(param_group)
         rule = self._rule_of(param_group)
-        has_own = isinstance(param_group.get("rule"), Rule)
+        has_own = rule is not self._rule or isinstance(param_group.get("rule"), Rule)
         if has_own:
             numbers = {**dict(rule.numbers), **rule.fixed, "maximize": self.defaults["maximize"]}
             param_group = {**numbers, **param_group, "rule": type(rule).__name__}
@@ -238,10 +238,11 @@ class ZenFlow(torch.optim.Optimizer):
         self.rules.append(rule)
 
     def _rule_of(self, group: Mapping[str, Any]) -> Rule:
-        """The rule of a new group: its own, or that of the optimizer, of which the group may have the name."""
+        """The rule of a new group: its own, of which it may have the name if another one has it, or the optimizer's."""
         rule = group.get("rule", self._rule)
-        if rule == type(self._rule).__name__:
-            return self._rule
+        known = {type(each).__name__: each for each in (*self.rules, self._rule)}
+        if isinstance(rule, str) and rule in known:
+            return known[rule]
         _check_rule(rule)
         if rule is not self._rule and isinstance(self, ZenFlowAdamW):
             raise TypeError(

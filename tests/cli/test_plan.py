@@ -158,7 +158,9 @@ def test_update_rule_moves_its_own_bytes(capsys: pytest.CaptureFixture[str]) -> 
         assert streamed["state"] / found("AdamW", *STREAMED)["state"] == pytest.approx(shares[0], rel=0.01)
     assert found("Lion", "resident")["step_s"] < found("AdamW", "resident")["step_s"]
     assert main.main([*SMALL, "--policy", "resident", "--rule", "Lion"]) == 0
-    assert "updated by Lion" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "updated by Lion" in said
+    assert "Options to pass to ZenFlow with the rule Lion:" in said
     own = zf.plan(llama(), machine(), tokens=1, policy="resident", rule=Lion())
     assert own["rule"] == "Lion"
     with pytest.raises(ValueError, match=r'rule=.Lyon. is not one of .*did you mean "Lion"'):

@@ -315,13 +315,13 @@ def test_arguments_of_the_rule_do_not_change() -> None:
     assert optimizer.param_groups[0]["ns_steps"] == 5
     optimizer.param_groups[0]["nesterov"] = False
     model(torch.ones(2, 48)).sum().backward()
-    with pytest.raises(ValueError, match=r"nesterov=False differs from the rule's True, which groups cannot change"):
+    with pytest.raises(ValueError, match=r"nesterov=False differs from the True of the rule Muon, which groups cannot"):
         optimizer.step()
     optimizer.param_groups[0]["nesterov"] = True
     optimizer.step()
     state = optimizer.state_dict()
     optimizer.close()  # type: ignore[attr-defined]
     (other,) = ours("others", policy="resident")(model_of())
-    with pytest.raises(ValueError, match=r"in param group 0 .*ns_coefficients=.* differs from the rule's"):
+    with pytest.raises(ValueError, match=r"in param group 0 .*ns_coefficients=.* differs from the .* of the rule Muon"):
         other.load_state_dict(state)
     other.close()  # type: ignore[attr-defined]

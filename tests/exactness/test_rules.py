@@ -640,3 +640,53 @@ def test_states_of_pytorch_are_read_into_ours(name: str, policy: str, tmp_path: 
     mine.close()
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "theirs", "name"),
+    [
+        (rules.NesterovSGD(), lambda params: torch.optim.SGD(params, momentum=0.9, nesterov=True), "nesterov"),
+        (rules.CenteredRMSprop(), lambda params: torch.optim.RMSprop(params, centered=True), "centered"),
+        (rules.AdamWAMSGrad(), lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad"),
+    ],
+)
+def test_flags_of_rules_are_in_their_states(rule: Rule, theirs: Any, name: str) -> None:
+    """PyTorch's optimizers take them from there; a state without the flag is of another rule."""
+    param = nn.Parameter(torch.ones(8, 8))
+    with zf.ZenFlow([param], rule, policy="resident") as optimizer:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        state = optimizer.state_dict()
+        of_pytorch = theirs([param])
+        of_pytorch.load_state_dict(state)
+        assert of_pytorch.param_groups[0][name] is True
+        state["param_groups"][0][name] = False
+        with pytest.raises(
+            ValueError, match=f"{name}=False differs from the True of the rule .*; choose the rule that"
+        ):
+            optimizer.load_state_dict(state)
+        optimizer.param_groups[0][name] = False
+        with pytest.raises(ValueError, match=f"{name}=False differs"):
+            optimizer.step()
+
+
+def test_dampening_of_a_later_momentum_is_refused() -> None:
+    param = nn.Parameter(torch.ones(4, 4))
+    with zf.ZenFlow([param], rules.SGD(momentum=0.0, dampening=0.5), policy="resident") as optimizer:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(ValueError, match=r"momentum=0.9 with dampening=0.5 is not .*set dampening=0"):
+            optimizer.step()
+        optimizer.param_groups[0]["dampening"] = 0.0
+        optimizer.step()
+
+
+def test_groups_are_added_by_the_name_of_a_rule() -> None:
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    groups = [{"params": [params[0]], "rule": rules.SGD(lr=0.5)}, {"params": [params[1]]}]
+    with zf.ZenFlow(groups, rules.AdamW(), policy="resident") as optimizer:
+        options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        optimizer.add_param_group({**options, "params": [params[2]]})
+        assert optimizer.rules[2] is optimizer.rules[0]
+        assert set(optimizer.param_groups[2]) == set(optimizer.param_groups[0])

@@ -103,6 +103,7 @@ def test_error_inputs_of_optim_db(kind: type[Optimizer], policy: str) -> None:
             ours(kind, policy, [])(params, **each.kwargs)
 
 
+@pytest.mark.matrix(4)
 @both_policies
 @every_kind
 @pytest.mark.parametrize("case", CASES)

@@ -74,7 +74,7 @@ def test_machine_code(shape: tuple[int, int], dtype: torch.dtype, capability: in
     assert_wide(found["quantize"], "quantize", word_stores=2)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(10)
 @capabilities
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "AdamW"])

@@ -117,7 +117,9 @@ def test_unpinned_memory_warns_once_per_engine() -> None:
     with served(Refusing), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = Options(**OFFLOAD_ALL)
-        found = ParamRegistry([{}, {}], options, ADAMW, cpu, Recorder(), weakref.ref(listener), visible_gradients=True)
+        found = ParamRegistry(
+            [{}, {}], options, [ADAMW] * 2, cpu, Recorder(), weakref.ref(listener), visible_gradients=True
+        )
         for group in (0, 1):
             named = [(f"{group}.{name}", param) for name, param in mlp().named_parameters()]
             found.add([named], group)

@@ -50,7 +50,9 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
     if prediction.recommended is None:
         console.print(Text(f"Nothing fits. {shown.title} comes nearest; missing GB: {missing(shown.shortages)}."))
         return
-    where = "torch.compile" if asked.in_backward else "ZenFlowAdamW"
+    rule = asked.rule_name.removeprefix("AdamW+")
+    optimizer = "ZenFlowAdamW" if rule == "AdamW" else f"ZenFlow with the rule {rule}"
+    where = "torch.compile" if asked.in_backward else optimizer
     console.print(Text(f"Fastest that fits: {shown.title}, with {division(shown)}. Options to pass to {where}:"))
     console.print(Text(json.dumps(shown.options, indent=4)))
     if shown.options.get("nvme_path") == SOME_DISK:

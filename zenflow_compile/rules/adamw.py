@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from zenflow_compile.rules.rule import Array, Rule, decay_of, rate_of
@@ -43,6 +44,7 @@ class AdamWAMSGrad(AdamW):
     """With the maximum of second moments: Reddi et al., On the Convergence of Adam and Beyond (arXiv 1904.09237)."""
 
     switches: ClassVar[Mapping[str, str]] = {}
+    fixed = MappingProxyType({"amsgrad": True})
     arrays: ClassVar[tuple[Array, ...]] = (*AdamW.arrays, Array("max_exp_avg_sq", nonnegative=True, rounded=False))
 
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:

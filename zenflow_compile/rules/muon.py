@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
 
-_HEADS = ("lm_head", "head", "output")
+_HEADS = ("lm_head", "head", "output", "classifier", "score", "fc", "qa_outputs")
 _ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
@@ -110,8 +110,9 @@ def muon_groups(
     Args:
         rule: of the first group.
         chosen: says which parameters it has, by name; None: hidden matrices, which are those with two dimensions but
-            for weights of embeddings, of what ``model.get_output_embeddings()`` returns, and of layers that are called
-            ``lm_head``, ``head`` or ``output`` and are in no numbered block.
+            for weights of embeddings, of what ``model.get_output_embeddings()`` returns, and of modules that are in no
+            numbered block and called ``lm_head``, ``head``, ``output``, ``classifier``, ``score``, ``fc`` or
+            ``qa_outputs``. Tables that are no ``nn.Embedding`` are not told apart.
 
     Raises:
         ValueError: no parameter is chosen.
@@ -136,7 +137,7 @@ def _outer_weights(model: Module) -> list[Tensor]:
     for name, module in model.named_modules():
         *path, last = name.split(".")
         in_block = any(each.isdigit() for each in path)  # hidden layers may be called so, too
-        is_head = last in _HEADS and not in_block and not [*module.children()]
+        is_head = last in _HEADS and not in_block
         if is_head or type(module).__name__.endswith("Embedding") or hasattr(module, "num_embeddings"):
             outer.append(module)
     return [param for module in outer for param in module.parameters()]

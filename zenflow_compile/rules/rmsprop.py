@@ -6,6 +6,7 @@ The centered version divides by an estimate of the standard deviation: Graves (a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from zenflow_compile.rules.rule import Array, Rule
@@ -73,6 +74,7 @@ class CenteredRMSprop(MomentumRMSprop):
 
     defaults: ClassVar[Mapping[str, Any]] = {**RMSprop.defaults, "momentum": 0.0}
     switches: ClassVar[Mapping[str, str]] = {}
+    fixed = MappingProxyType({"centered": True})
     arrays: ClassVar[tuple[Array, ...]] = (
         Array("momentum_buffer"),
         Array("square_avg", nonnegative=True, rounded=False),

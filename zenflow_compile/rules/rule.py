@@ -125,6 +125,9 @@ class Rule(ABC):
             )
         return options
 
+    def check_change(self, first: Any, now: Any) -> None:  # noqa: B027 - most rules take any
+        """Raise ValueError if a step cannot have the options ``now``, where the ``first`` ones were others."""
+
     def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """A parameter's entry in a state of PyTorch's optimizer, with ``step`` and ``arrays`` as they are here."""
         return entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from zenflow_compile.rules.rule import Array, Rule, counted
@@ -17,6 +18,14 @@ class SGD(Rule):
     switches: ClassVar[Mapping[str, str]] = {"nesterov": "NesterovSGD"}
     of_gradient: ClassVar[tuple[str, ...]] = ("momentum", "rest", "weight_decay", "lr", "of_momentum", "of_gradient")
     of_window = ()
+
+    def check_change(self, first: Any, now: Any) -> None:
+        """PyTorch does not dampen the first gradient of a momentum that comes later; the state does not tell which."""
+        if getattr(now, "dampening", 0.0) and first.momentum == 0.0 != now.momentum:
+            raise ValueError(
+                f"momentum={now.momentum} with dampening={now.dampening} is not supported where training began with "
+                "momentum=0: its first gradient would not be dampened, which is not known later; set dampening=0"
+            )
 
     def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """PyTorch counts no steps: a buffer has had a gradient."""
@@ -46,6 +55,7 @@ class NesterovSGD(SGD):
 
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0}
     switches: ClassVar[Mapping[str, str]] = {"dampening": "SGD"}
+    fixed = MappingProxyType({"nesterov": True})
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         momentum, is_used = options.momentum, options.momentum != 0.0

@@ -113,9 +113,9 @@ def check_values(group: Mapping[str, Any], rule: Rule) -> GroupNumbers:
     for name, value in rule.fixed.items():
         given = group.get(name, value)
         if (tuple(given) if isinstance(given, list) else given) != value:
+            remedy = f"pass it to {kind}({name}=...)" if name in rule.arguments else "choose the rule that has it"
             raise ValueError(
-                f"{name}={given!r} differs from the rule's {value!r}, which groups cannot change; pass it to "
-                f"{kind}({name}=...), and that to the optimizer or to a group"
+                f"{name}={given!r} differs from the {value!r} of the rule {kind}, which groups cannot change; {remedy}"
             )
     return GroupNumbers(options, maximize)
 

@@ -95,6 +95,7 @@ class ParamRegistry:
         self._shards: list[LocalShard] = []
         self._checked_values: list[object] | None = None  # of param groups, at the last check
         self.numbers: list[GroupNumbers] = []  # of param groups, at the last check
+        self._first_options: list[Any] = []  # of param groups, at the first one
         self._layouts: list[tuple[torch.dtype, torch.Size, torch.device]] = []
 
     # Parameters.
@@ -208,7 +209,11 @@ class ParamRegistry:
         values = values_of(self.groups, self.rules)
         known = self._checked_values
         if values is None or known is None or len(values) != len(known) or not all(map(operator.is_, values, known)):
-            self.numbers = check_groups(self.groups, self.rules)
+            numbers = check_groups(self.groups, self.rules)
+            self._first_options += [each.options for each in numbers[len(self._first_options) :]]
+            for first, now, rule in zip(self._first_options, numbers, self.rules, strict=True):
+                rule.check_change(first, now.options)
+            self.numbers = numbers
             self._checked_values = values
 
     # Storage.
