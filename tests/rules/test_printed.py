@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.support.exact import Exact
 from tests.support.made_up_rules import RULES, OneArray, ThreeArrays
 from zenflow_compile.native.library import DTYPES, MOST_NUMBERS, Step, UpdateWindow, rule_address
+from zenflow_compile.rules import tracing, triton
 from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.rules.eager import run_window
 from zenflow_compile.rules.rule import Rule, named
@@ -98,6 +99,14 @@ def test_operators_agree_to_rounding(rule: Rule) -> None:
     moved, arrays = run_window(rule, case.weight, case.arrays, scaled, case.of_gradient, case.of_window)
     for actual, wanted in zip((moved, *arrays), case.expected(), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_are_printed_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread prints them while the model is compiled, and tracing changes what all threads decompose."""
+    rule = OneArray()
+    rule_address(rule)
+    monkeypatch.setattr(tracing, "make_fx", None)
+    assert "def update_slices(" in triton.printed(rule)
 
 
 @pytest.mark.parametrize("moments", ["bf16", "fp8"])

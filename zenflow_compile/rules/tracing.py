@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +79,12 @@ class Traced:
     apply: Function
 
 
+@lru_cache(maxsize=256)
 def trace(rule: Rule) -> Traced:
-    """Trace the functions of ``rule``.
+    """Trace the functions of ``rule``, at the first call.
+
+    Hazard: ``make_fx`` changes PyTorch's table of decompositions, which all threads share. So an optimizer traces its
+    rules when it is made, and threads that print kernels find them here while the model is compiled.
 
     Raises:
         ValueError: a function uses another operation, reads other elements, or returns something else than a number

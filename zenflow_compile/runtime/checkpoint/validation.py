@@ -217,7 +217,7 @@ def _is_filled_in(engine: Engine, entries: Mapping[int, Mapping[str, Any]]) -> b
     """
     counts = [(entry.get("step"), entry.get("optimizer_step")) for entry in entries.values()]
     known = [(step, count) for step, count in counts if isinstance(step, Tensor) and isinstance(count, Tensor)]
-    if any(bool(count.any()) for _, count in known):
+    if not known or any(bool(count.any()) for _, count in known):
         return False
     return (
         any(bool((step > 0).all()) for step, _ in known)
