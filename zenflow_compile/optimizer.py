@@ -218,11 +218,11 @@ class ZenFlow(torch.optim.Optimizer):
         if not has_own:
             param_group = given  # as in PyTorch, the caller's dict is the group
         if constructing:
-            self._append_group(param_group, rule, set(param_group) if has_own else None)
+            self._append_group(param_group, rule)
             return
         check_devices(params, self._lazy_engine.claim.params[0].device)
         engine = None if self._lazy_engine.built is None else self.engine
-        self._append_group(param_group, rule, set(param_group) if has_own else None)
+        self._append_group(param_group, rule)
         try:
             self._lazy_engine.add_group(engine, params)
         except BaseException:
@@ -230,10 +230,11 @@ class ZenFlow(torch.optim.Optimizer):
             self.rules.pop()
             raise
 
-    def _append_group(self, group: dict[str, Any], rule: Rule, names: set[str] | None) -> None:
-        """Have PyTorch add a group, without numbers of the optimizer's rule; ``names``: what it has, if not all."""
+    def _append_group(self, group: dict[str, Any], rule: Rule) -> None:
+        """Add a checked group. One of another rule has that rule's numbers alone, without the optimizer's defaults."""
+        names = {*group, "param_names"}
         super().add_param_group(group)
-        for name in () if names is None else group.keys() - names - {"param_names"}:
+        for name in group.keys() - names if rule is not self._rule else ():
             del group[name]
         self.rules.append(rule)
 

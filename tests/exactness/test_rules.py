@@ -144,6 +144,13 @@ def train(
     return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Tensor) -> None:
+    for batch in batches:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def ours(rule: Rule, **options: Any) -> Make:
     return lambda model: zf.ZenFlow(model.parameters(), rule, **OFFLOAD, **options)
 
@@ -462,12 +469,6 @@ def test_states_of_pytorch_load(name: str, policy: str) -> None:
     optimizer = theirs(model.parameters(), **keywords)
     batches = torch.randn(6, 16, 48)
 
-    def steps(each: nn.Module, update: torch.optim.Optimizer, some: Tensor) -> None:
-        for batch in some:
-            each(batch).square().mean().backward()
-            update.step()
-            update.zero_grad()
-
     steps(model, optimizer, batches[:3])
     other.load_state_dict(model.state_dict())
     mine = zf.ZenFlow(other.parameters(), rule, **OFFLOAD, **POLICIES[policy])
@@ -616,12 +617,6 @@ def test_states_of_pytorch_are_read_into_ours(name: str, policy: str, tmp_path: 
     model, other = mlp(torch.float32), mlp(torch.float32)
     optimizer = theirs(model.parameters(), **keywords)
     batches = torch.randn(4, 16, 48)
-
-    def steps(each: nn.Module, update: torch.optim.Optimizer, some: Tensor) -> None:
-        for batch in some:
-            each(batch).square().mean().backward()
-            update.step()
-            update.zero_grad()
 
     steps(model, optimizer, batches[:2])
     other.load_state_dict(model.state_dict())

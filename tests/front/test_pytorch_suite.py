@@ -18,16 +18,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.support.pytorch_suite import CASES, Case, Make, Numbers, Problem, by_keywords, optimizer_info, outcome
+from tests.support.pytorch_suite import (
+    CASES,
+    POLICIES,
+    Case,
+    Make,
+    Numbers,
+    Problem,
+    both_policies,
+    by_keywords,
+    optimizer_info,
+    outcome,
+)
 from zenflow_compile import ZenFlowAdamW
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "host": {
-        "update_interval": 1, "min_offload_size": 0, "device_share": 0.0, "topk_ratio": 0.2,
-    },
-    "resident": {"policy": "resident"},
-}  # fmt: skip
-both_policies = pytest.mark.parametrize("policy", POLICIES)
 
 
 @pytest.fixture(autouse=True)

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.support.pytorch_suite import CASES, Case, Make, Problem, by_keywords, optimizer_info, outcome
+from tests.support.pytorch_suite import (
+    CASES,
+    POLICIES,
+    Case,
+    Make,
+    Problem,
+    both_policies,
+    by_keywords,
+    optimizer_info,
+    outcome,
+)
 from zenflow_compile import ZenFlow, rules
 from zenflow_compile.integrations.pytorch_rules import rule_of
 
-POLICIES: dict[str, dict[str, Any]] = {
-    "host": {
-        "update_interval": 1, "min_offload_size": 0, "device_share": 0.0, "topk_ratio": 0.2,
-    },
-    "resident": {"policy": "resident"},
-}  # fmt: skip
-both_policies = pytest.mark.parametrize("policy", POLICIES)
 KINDS = [getattr(torch.optim, name) for name in ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "SGD")]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

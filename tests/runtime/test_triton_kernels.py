@@ -239,7 +239,7 @@ def test_updates_have_the_bits_of_the_rule(rule: Rule, moments: str, device: str
 @on_devices
 @by_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resident_parameters_of_any_rule_use_their_kernel(
+def test_resident_parameters_use_their_rules_kernel(
     dtype: torch.dtype, rule: Rule, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any shape; AdamW has PyTorch's kernel, and so have weights that are not contiguous operators."""

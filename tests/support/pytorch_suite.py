@@ -9,12 +9,21 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zenflow_compile import ZenFlow
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "host": {
+        "update_interval": 1, "min_offload_size": 0, "device_share": 0.0, "topk_ratio": 0.2,
+    },
+    "resident": {"policy": "resident"},
+}  # fmt: skip
+both_policies = pytest.mark.parametrize("policy", POLICIES)
 
 Make = Callable[..., Optimizer]
 Numbers = list[float | Tensor]

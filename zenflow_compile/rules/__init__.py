@@ -6,8 +6,9 @@ from zenflow_compile.rules.adagrad import Adagrad
 from zenflow_compile.rules.adam import Adam, AMSGrad
 from zenflow_compile.rules.adamax import Adamax
 from zenflow_compile.rules.adamw import AdamW, AdamWAMSGrad
+from zenflow_compile.rules.hidden_matrices import muon_groups
 from zenflow_compile.rules.lion import Lion
-from zenflow_compile.rules.muon import Muon, muon_groups
+from zenflow_compile.rules.muon import Muon
 from zenflow_compile.rules.nadam import NAdam
 from zenflow_compile.rules.radam import RAdam
 from zenflow_compile.rules.rmsprop import CenteredRMSprop, MomentumRMSprop, RMSprop

@@ -35,7 +35,7 @@ def run_window(
         values = rule.accumulate(weight, state, gradient, named(rule.of_gradient, numbers))
     if rule.of_matrix:
         at = rule.values.index(rule.of_matrix)
-        changed = rule.on_matrices(values[at].unsqueeze(0), options).squeeze(0)
-        values = (*values[:at], changed, *values[at + 1 :])
+        stack = values[at].view(-1, *weight.shape[-2:])
+        values = (*values[:at], rule.on_matrices(stack, options).view_as(weight), *values[at + 1 :])
     moved = rule.apply(weight, named(rule.values, values), named(rule.of_window, of_window))
     return moved, list(values[: len(rule.arrays)])

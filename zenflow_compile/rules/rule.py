@@ -98,7 +98,7 @@ class Rule(ABC):
         if unknown := [name for name in numbers if name not in self.defaults]:
             raise TypeError(f"{type(self).__name__} has no {unknown[0]!r}; it has {', '.join(self.defaults)}")
         self.numbers = tuple({**self.defaults, **numbers}.items())
-        _ = self.initial
+        _ = self.initial  # raises if no step can use a value
 
     @property
     def initial(self) -> Any:
@@ -198,7 +198,7 @@ class Rule(ABC):
 
     def on_matrices(self, values: Any, options: Any) -> Any:
         """Return new values ``of_matrix``, of as many matrices [matrices, rows, columns]."""
-        raise NotImplementedError(f"{type(self).__name__} has of_matrix={self.of_matrix!r}, and no on_matrices")
+        return values
 
     def matrix_flops(self, rows: int, columns: int) -> float:
         """FLOPs of ``on_matrices`` for one of them."""

@@ -100,7 +100,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
-    """Load a state of the same plan into an engine, or a state of torch.optim.AdamW into any engine.
+    """Load a state of the same plan into an engine, or a state of PyTorch's optimizer into any engine.
 
     Raises:
         ValueError: the state is damaged, not complete, or of another model or plan, on this rank or on another one;
@@ -392,7 +392,7 @@ def _coefficients(offloaded: OffloadedParam) -> list[StepCoefficients]:
 
 
 def _untrained(offloaded: OffloadedParam) -> dict[str, Any]:
-    """The entries of a parameter without a gradient yet. A state of torch.optim.AdamW replaces moments and ``step``.
+    """The entries of a parameter without a gradient yet. A state of PyTorch's optimizer replaces moments and ``step``.
 
     Nothing has been selected, and the update window is empty.
     """

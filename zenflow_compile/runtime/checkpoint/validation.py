@@ -33,7 +33,7 @@ from zenflow_compile.runtime.parameters.param_groups import check_group
 from zenflow_compile.runtime.sharding import LocalShard
 from zenflow_compile.torch_internals import torch_private
 
-# Options of torch.optim.AdamW's kernels, which a group of ours does not take over.
+# Options of PyTorch's kernels, which a group of ours does not take over.
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 # The least value of an entry that counts; NONE stands for None.
 _LEAST = {"optimizer_step": 0, "open": 0, "selected_at": NONE, "selecting_ranks": 1, "shortest_window": NONE}
@@ -44,7 +44,7 @@ class Checked:
     """A state dict that can be loaded.
 
     Attributes:
-        entries: by index of the parameter: all of the layout, or those of torch.optim.AdamW. A parameter without
+        entries: by index of the parameter: all of the layout, or those of PyTorch's optimizer. A parameter without
             entries has had no gradient.
         groups: the values that each param group takes over.
         step: optimizer steps.
@@ -62,7 +62,7 @@ class Checked:
 
 
 def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> Checked:
-    """Check a state dict of a ZenFlowAdamW or of torch.optim.AdamW, with parameters by number or by name.
+    """Check a state dict of a ZenFlow or of PyTorch's optimizer of its rule, with parameters by number or by name.
 
     Raises:
         ValueError: the state is damaged, not complete, or of another model or plan.
@@ -206,11 +206,11 @@ def _taken_over(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, A
     }
 
 
-# States of torch.optim.AdamW.
+# States of PyTorch's optimizers.
 
 
 def _is_filled_in(engine: Engine, entries: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether PyTorch has put a state of torch.optim.AdamW into that of a new optimizer, which no step has counted.
+    """Return whether PyTorch has put a state of its own into that of a new optimizer, which no step has counted.
 
     ``set_optimizer_state_dict`` fills in what a full state lacks, and ``dcp.load`` reads into what
     ``get_optimizer_state_dict`` returned.

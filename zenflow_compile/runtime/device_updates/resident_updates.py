@@ -19,7 +19,6 @@ from zenflow_compile.runtime.device_updates.column_ops import (
     step_counts,
     update_columns_,
 )
-from zenflow_compile.runtime.device_updates.matrix_updates import moved_matrices
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
@@ -162,7 +161,6 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients) 
     For AdamW and fp32 weights this is ``torch.optim.AdamW(fused=True)`` bit for bit, on gradients that were multiplied
     by ``coefficients.grad_scale`` before. 16-bit gradients are cast to fp32 first and scaled then.
     """
-
     for param, _, state in updates:
         if state.master is not None and state.counter.written_since(param, state.mark):
             state.reseed_master(param)
@@ -180,10 +178,10 @@ def update_on_device(updates: Sequence[Update], coefficients: StepCoefficients) 
 
 
 def _update_matrices(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
-    """Matrices of one shape and dtype together, as many as have little scratch."""
-    alike: dict[tuple[torch.Size, torch.dtype], list[Update]] = {}
-    for update in updates:
-        alike.setdefault((update[0].shape, update[0].dtype), []).append(update)
+    """Update matrices of one shape, dtype and step together, as many as have little scratch."""
+    alike: dict[tuple[torch.Size, torch.dtype, int], list[Update]] = {}
+    for param, grad, state in updates:
+        alike.setdefault((param.shape, param.dtype, state.step), []).append((param, grad, state))
     for each in alike.values():
         for batch in bounded_batches(each, [param.numel() for param, _, _ in each], _STACKED_ELEMENTS):
             _update_stack(batch, coefficients)
@@ -193,10 +191,10 @@ def _update_stack(batch: Sequence[Update], coefficients: StepCoefficients) -> No
     states = [state for _, _, state in batch]
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
     wide = [state.arrays if state.form.plain else state.form.expand(*state.arrays) for state in states]
-    scale = coefficients.grad_scale.for_fp32()
-    gradients = [grad.detach().to(_state_dtype(param)) * scale for param, grad, _ in batch]
-    moved = moved_matrices(weights, wide, gradients, [state.step for state in states], coefficients)
-    for (param, _, state), weight, (new, arrays) in zip(batch, weights, moved, strict=True):
+    stacks = [torch.stack([*each]) for each in (weights, *zip(*wide, strict=True))]
+    gradients = torch.stack([grad.detach() for _, grad, _ in batch])
+    update_window_(stacks, [gradients], [coefficients], step=states[0].step)
+    for (param, _, state), weight, new, *arrays in zip(batch, weights, *stacks, strict=True):
         weight.copy_(new)
         stored = arrays if state.form.plain else state.form.compress(*arrays, step=state.step)
         for target, values in zip(state.arrays, stored, strict=True):
@@ -238,7 +236,6 @@ def _update_rows(updates: Sequence[Update], coefficients: StepCoefficients) -> N
 
 
 def _update_whole(updates: Sequence[Update], coefficients: StepCoefficients) -> None:
-
     def scratch_elements(update: Update) -> int:
         param, grad, _ = update
         return param.numel() if coefficients.grad_scale.value != 1.0 or grad.dtype != _state_dtype(param) else 0
