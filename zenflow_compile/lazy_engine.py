@@ -290,11 +290,6 @@ class LazyEngine:
             existing_directory(self._options.nvme_path)
         check_matrices(specs_of(_named(self._groups), self._rules))
         if _chosen_by_model(self._options):
-            if self._ranks is not None and any(rule.of_matrix for rule in self._rules):
-                raise ValueError(
-                    f"policy={self._options.policy!r} and update_stride={self._options.update_stride!r} of several "
-                    "ranks are not chosen for rules of matrices in this version; give both"
-                )
             return
         worker_cores(self._options)
         plan = empty_plan(self._options)

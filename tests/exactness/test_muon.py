@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 import zenflow_compile as zf
 from tests.exactness.test_rules import EPS, OFFLOAD, POLICIES, WINDOWS
+from tests.support.new_memory import NewMemory
 from zenflow_compile import rules
+from zenflow_compile.planning.plan import MATRIX_SCRATCH
 from zenflow_compile.planning.planners import ParamSpec, ShardedBy, check_matrices
 from zenflow_compile.runtime.device.number import Number
+from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, update_on_device
+from zenflow_compile.runtime.state_forms import StateForm
 from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
 STREAMED = {name: options for name, options in POLICIES.items() if name not in ("resident", "twinflow")}
@@ -126,6 +130,20 @@ def test_steps_are_pytorch(form: str, shape: tuple[int, int]) -> None:
     optimizers[0].close()
     step_size = float((reference - start).abs().max()) / 3
     assert float((mine - reference).abs().max()) < 0.02 * step_size
+
+
+@pytest.mark.parametrize("shape", [(96, 192), (160, 160), (192, 96)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_updates_take_the_scratch_that_is_planned(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    params = [torch.randn(shape).to(dtype) for _ in range(4)]
+    for together in (1, 4):
+        rule, found = rules.Muon(), params[:together]
+        form = StateForm(moments="fp32", length=shape[1], arrays=rule.arrays)
+        updates = [(param, torch.randn_like(param), ResidentState.zeros_like(param, form=form)) for param in found]
+        with NewMemory() as memory:
+            update_on_device(updates, StepCoefficients(rule.initial, Number.known(1.0), rule))
+        assert all(bool(state.arrays[0].any()) for _, _, state in updates)
+        assert memory.most_bytes <= (MATRIX_SCRATCH if together == 1 else 16) * together * params[0].numel() + 64
 
 
 def test_gradients_of_zero_decay_alone() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.exactness.test_rules import CASES, POLICIES
 from tests.ranks.models import difference
 from tests.support.rank_processes import RankProcesses
-from zenflow_compile import ZenFlow, rules
+from zenflow_compile import ZenFlow
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = 8
@@ -81,36 +81,3 @@ def test_two_ranks_have_the_windows_of_one(two_ranks: RankProcesses, name: str) 
     found = two_ranks.call(divided, name, options)
     assert torch.equal(*found)
     assert difference([found[0]], [whole(name, options)]) < 1e-4
-
-
-def by_muon(model: nn.Module, **options: Any) -> ZenFlow:
-    groups = rules.muon_groups(model, rules.Muon(lr=0.02))
-    return ZenFlow(groups, rules.AdamW(eps=1e-4), min_offload_size=1, workers=1, **options)
-
-
-def divided_by_muon(rank: int, options: dict[str, Any]) -> Tensor:
-    model = mlp()
-    return trained(model, by_muon(model, process_group=dist.group.WORLD, **options), rank, 2)
-
-
-def sharded_by_muon(rank: int) -> str:
-    model = mlp()
-    fully_shard(model)
-    with pytest.raises(ValueError, match="is sharded by fully_shard, and Muon needs whole matrices") as caught:
-        by_muon(model)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("policy", ["resident", "zero_offload", "zenflow"])
-def test_two_ranks_train_by_muon(two_ranks: RankProcesses, policy: str) -> None:
-    """Each of them has all of its state. Gradients are added up in another order, which Newton-Schulz multiplies."""
-    found = two_ranks.call(divided_by_muon, POLICIES[policy])
-    assert torch.equal(*found)
-    model = mlp()
-    alone = trained(model, by_muon(model, **POLICIES[policy]), 0, 1)
-    start = torch.cat([param.detach().flatten() for param in mlp().parameters()])
-    assert float((found[0] - alone).abs().max()) < 0.3 * float((alone - start).abs().max())
-
-
-def test_muon_refuses_sharded_models(two_ranks: RankProcesses) -> None:
-    assert all("process_group=" in text for text in two_ranks.call(sharded_by_muon))

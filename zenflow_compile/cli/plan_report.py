@@ -50,7 +50,7 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
     if prediction.recommended is None:
         console.print(Text(f"Nothing fits. {shown.title} comes nearest; missing GB: {missing(shown.shortages)}."))
         return
-    rule = asked.rule_name.removeprefix("AdamW+")
+    rule = type(asked.rule).__name__
     optimizer = "ZenFlowAdamW" if rule == "AdamW" else f"ZenFlow with the rule {rule}"
     where = "torch.compile" if asked.in_backward else optimizer
     console.print(Text(f"Fastest that fits: {shown.title}, with {division(shown)}. Options to pass to {where}:"))
@@ -83,7 +83,8 @@ def heading(asked: Scenario) -> str:
         devices += f" on {asked.hardware.nodes} nodes"
     sequences = f" in sequences of {asked.model.context}" if asked.model.context else ""
     form = "without" if asked.in_backward else "with"
-    rule = "" if asked.rule_name == "AdamW" else f", updated by {asked.rule_name}"
+    name = type(asked.rule).__name__
+    rule = "" if name == "AdamW" else f", updated by {name}"
     return (
         f"{asked.model.name}, {asked.model.numel / 1e9:.2f}e9 parameters in {asked.dtype}, on {asked.hardware.name}, "
         f"{devices}, {asked.tokens} tokens per device and step{sequences}, {form} an optimizer object{rule}"
@@ -171,7 +172,7 @@ def breakdown(each: Forecast, prediction: Prediction) -> Table:
 def exchanged(each: Forecast, prediction: Prediction) -> Table:
     """What the devices send with the options of one policy, a row per way of sharing the work."""
     hardware = prediction.scenario.hardware
-    several = hardware.nodes > 1
+    several, whole = hardware.nodes > 1, prediction.scenario.rule.of_matrix
     rates = f"a device sends {gigabytes(hardware.peer_bandwidth or 0)} GB/s to others of its node"
     if several:
         rates += f" and {gigabytes(hardware.network_bandwidth or 0)} GB/s to other nodes"
@@ -184,7 +185,7 @@ def exchanged(each: Forecast, prediction: Prediction) -> Table:
     for column in ("to devices", *(["to nodes"] if several else []), "to host", "from host", "host"):
         table.add_column(column, justify="right", no_wrap=True)
     for exchange, name in _SHARING.items():
-        if exchange is Sharing.HYBRID and not several:
+        if (exchange is Sharing.HYBRID and not several) or (name.startswith("fully_shard") and whole):
             continue
         sent = prediction.exchanges[exchange]
         of_node = [sent.leaving] if several else []

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from zenflow_compile.performance.equations import ACTIVATIONS, RECOMPUTED_ACTIVATIONS
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shape import ModelShape
-from zenflow_compile.planning.plan import GRADIENT_RING, STREAM_BUFFERS, UPLOAD_RING, ParamPlan, Plan
+from zenflow_compile.planning.plan import (
+    GRADIENT_RING,
+    MATRIX_SCRATCH,
+    STACKED_ELEMENTS,
+    STREAM_BUFFERS,
+    UPLOAD_RING,
+    ParamPlan,
+    Plan,
+)
 
 SLICE_BYTES = 12  # per slice of an offloaded parameter: fp32 squared norm, int32 number and position
 SCORE_BYTES = 4  # likewise, where slices are selected: fp32
@@ -63,8 +71,9 @@ def needs_of(
             "gradients": _gradients(plan, devices),
             "activations": activation_bytes(model, tokens=-(-tokens // plan.micro_batches), recompute=recompute),
             "optimizer state": plan.total(lambda param: param.device_bytes // (devices if param.divided else 1)),
-            "rings and buffers": _device_buffers(plan) // devices + plan.exchange_bytes,
+            "rings and buffers": _rings(plan) // devices + _streaming_buffers(plan, devices) + plan.exchange_bytes,
             "selection": plan.total(_selection_bytes) // devices,
+            "scratch of matrices": _matrix_scratch(plan),
         },
         host={
             "optimizer state": host_state,
@@ -76,6 +85,13 @@ def needs_of(
         },
         disk={"optimizer state": plan.file_bytes},
     )
+
+
+def _matrix_scratch(plan: Plan) -> int:
+    """Of the largest update of matrices that are updated whole."""
+    matrices = [param.numel for param in plan.params if param.rule.of_matrix]
+    stacked = min(STACKED_ELEMENTS, plan.total(lambda param: param.numel if param.rule.of_matrix else 0))
+    return MATRIX_SCRATCH * max((stacked, *matrices))
 
 
 def _selection_bytes(param: ParamPlan) -> int:
@@ -113,18 +129,20 @@ def _gradients(plan: Plan, devices: int) -> int:
     return plan.total(kept) + largest
 
 
-def _device_buffers(plan: Plan) -> int:
-    """Rings of gradients, of uploads and loads, and buffers for streamed state, of all devices together.
-
-    Pending gradients use no ring.
-    """
+def _rings(plan: Plan) -> int:
+    """Rings of gradients, and of uploads and loads, of all devices together. Pending gradients use no ring."""
     offloaded = [param for param in plan.params if param.offloaded and param.deferred]
     gradients = GRADIENT_RING * max(
         (param.upload_bytes for param in offloaded if not param.has_pending_gradient), default=0
     )
-    uploads = UPLOAD_RING * largest_staged_bytes(plan)
-    streamed = plan.subgroup_bytes
-    return gradients + uploads + min(STREAM_BUFFERS, len(streamed)) * max(streamed, default=0)
+    return gradients + UPLOAD_RING * largest_staged_bytes(plan)
+
+
+def _streaming_buffers(plan: Plan, devices: int) -> int:
+    """Buffers for streamed state: of a subgroup a device has an equal share, or a matrix that it updates whole."""
+    matrices = (param.whole_state_bytes for param in plan.params if param.streamed and param.rule.of_matrix)
+    largest = max((*matrices, *(size // devices for size in plan.subgroup_bytes)), default=0)
+    return min(STREAM_BUFFERS, len(plan.subgroup_bytes)) * largest
 
 
 def largest_staged_bytes(plan: Plan) -> int:

@@ -219,14 +219,14 @@ def _traffic_of_shares(plan: Plan, ranks: int, nodes: int) -> RankTraffic:
     dividing = dividing_ranks(ranks)
     copies = ranks // dividing  # in a node
     shares = [divide(replace(plan, rank=rank, ranks=dividing, replicas=nodes * copies)) for rank in range(dividing)]
-    first = traffic_of(shares[0]) or Traffic()  # no share is larger
+    largest = max((traffic_of(share) or Traffic() for share in shares), key=lambda each: each.to_host + each.state)
     all_reduced = reduced = across = selections = 0
     gathered = 0.0
     for param in shares[0].params:
         if (share := param.share) is None:  # its gradient is averaged whole on each rank
             all_reduced += param.whole.weight_bytes
             if param.flat is not None:
-                gathered += dividing * param.flat.most_elements * param.dtype.itemsize
+                gathered += param.whole.weight_bytes
             continue
         slice_bytes = param.length * param.dtype.itemsize
         deferred = share.most_slices - share.most_selected
@@ -242,8 +242,8 @@ def _traffic_of_shares(plan: Plan, ranks: int, nodes: int) -> RankTraffic:
         all_reduced=all_reduced,
         reduced=reduced,
         gathered=gathered,
-        to_host=first.to_host,
-        to_device=first.to_device,
+        to_host=largest.to_host,
+        to_device=largest.to_device,
         host_bytes=copies * sum(share.host_bytes for share in shares),
         selection_bytes=_INDEX_BYTES * selections,
     )

@@ -39,6 +39,13 @@ UPLOAD_RING = 3
 STREAM_BUFFERS = 3
 """Device buffers for streamed state: one subgroup is copied in, one is updated, one is written back."""
 
+STACKED_ELEMENTS = 1 << 24
+"""Most elements of matrices that are updated whole, and together."""
+
+MATRIX_SCRATCH = 20
+"""Bytes of scratch per element of a matrix that is updated whole, alone: its new momentum, the iterations' result and
+what the rule makes of it, in fp32. A stack of several takes 16."""
+
 EXCHANGE_BUFFERS = 4
 """Buffers, on each side, for state that changes sides: a burst of re-selections keeps both copy lanes and the workers
 busy."""
@@ -177,15 +184,35 @@ class FlatShare:
     ranks: int
 
     @property
-    def most_elements(self) -> int:
-        """Elements of the largest part."""
-        return -(-self.whole.numel // self.ranks)
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        return (len(self.bounds(self.rank)),)
+
+    def bounds(self, rank: int) -> range:
+        """The elements of a rank's part."""
+        most = -(-self.whole.numel // self.ranks)
+        return range(min(most * rank, self.whole.numel), min(most * (rank + 1), self.whole.numel))
 
     def view(self, tensor: torch.Tensor, rank: int | None = None) -> torch.Tensor:
         """View the part of a rank, by default this one, in a contiguous tensor of the parameter's shape: [elements]."""
-        first = self.most_elements * (self.rank if rank is None else rank)
+        part = self.bounds(self.rank if rank is None else rank)
         # Hazard: a part of a weight must be a view. ``StreamedUpdates.check_weights`` refuses those that are copies.
-        return tensor.reshape(-1)[first : first + self.most_elements]
+        return tensor.reshape(-1)[part.start : part.stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixShare(FlatShare):
+    """A matrix that is updated whole, by its ``owner``: the other ranks have none of its state."""
+
+    owner: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.whole.shape
+        return (rows if self.rank == self.owner else 0, columns)
+
+    def bounds(self, rank: int) -> range:
+        return range(self.whole.numel if rank == self.owner else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +309,10 @@ class ParamPlan:
         """The plan of the whole parameter, of which this may be a rank's part."""
         divided = self.share or self.flat or self.shard
         return self if divided is None else divided.whole
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the parameter's shape, if ranks divide a streamed parameter: a view of it."""
+        return tensor if self.flat is None else self.flat.view(tensor).view(self.shape)
 
     @property
     def of_weight(self) -> ParamPlan:

@@ -7,7 +7,7 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,7 +20,16 @@ from zenflow_compile.checks.validate import printable
 from zenflow_compile.options.options import Options
 from zenflow_compile.planning.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from zenflow_compile.planning.model_blocks import parts_without_slack
-from zenflow_compile.planning.plan import QUANTIZATION_BLOCK, FlatShare, ParamPlan, Placement, Plan, Shard, Share
+from zenflow_compile.planning.plan import (
+    QUANTIZATION_BLOCK,
+    FlatShare,
+    MatrixShare,
+    ParamPlan,
+    Placement,
+    Plan,
+    Shard,
+    Share,
+)
 from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.rules.rule import Rule
 
@@ -696,7 +705,29 @@ def divide(plan: Plan) -> Plan:
     """Replace each parameter of ``plan`` that is divided by its share of ``plan.rank``; shares stay as they are."""
     if not plan.sums_over_ranks:
         return plan
-    return replace(plan, params=tuple(_share_of(param, plan) for param in plan.params))
+    owners = _owners(plan)
+    return replace(plan, params=tuple(_share_of(param, plan, owners) for param in plan.params))
+
+
+def _owners(plan: Plan) -> dict[int, int]:
+    """The rank that updates each streamed matrix, by its index: all have equal work, in each subgroup, too.
+
+    In each subgroup the largest ones are assigned first, each to the rank that has least to do so far.
+    """
+    work, found = [0.0] * plan.ranks, dict[int, int]()
+    for subgroup in plan.streamed_subgroups.values():
+        matrices = [(_work(param.whole), param) for param in subgroup if param.rule.of_matrix]
+        for more, param in sorted(matrices, key=lambda each: -each[0]):
+            share = param.flat
+            owner = share.owner if isinstance(share, MatrixShare) else work.index(min(work))
+            work[owner] += more
+            found[param.index] = owner
+    return found
+
+
+def _work(matrix: ParamPlan) -> float:
+    """What an update of a matrix takes, in no unit."""
+    return matrix.numel + matrix.rule.matrix_flops(*matrix.shape)
 
 
 def parts_of(whole: ParamPlan, ranks: int) -> int:
@@ -717,16 +748,16 @@ def _all_defer_alike(whole: ParamPlan, parts: int) -> bool:
     return len({slices > selected for slices, selected in counts}) == 1
 
 
-def _share_of(whole: ParamPlan, plan: Plan) -> ParamPlan:
+def _share_of(whole: ParamPlan, plan: Plan, owners: Mapping[int, int]) -> ParamPlan:
     if whole is not whole.whole:  # a share already
         return whole
     rank, ranks = plan.rank, plan.ranks
-    if whole.rule.of_matrix:
-        return whole  # each rank has the matrix
+    if whole.index in owners:
+        owned = MatrixShare(whole=whole, rank=rank, ranks=ranks, owner=owners[whole.index])
+        return replace(whole, shape=owned.shape, flat=owned)
     if whole.streamed and whole.numel >= ranks**2:  # the last rank has some elements then
         flat = FlatShare(whole=whole, rank=rank, ranks=ranks)
-        elements = min(flat.most_elements, whole.numel - rank * flat.most_elements)
-        return replace(whole, shape=(elements,), row_dims=1, flat=flat)
+        return replace(whole, shape=flat.shape, row_dims=1, flat=flat)
     if not whole.offloaded:
         return whole
     share = Share(whole=whole, rank=rank, ranks=ranks, parts=parts_of(whole, ranks), replica=plan.replica)

@@ -44,6 +44,7 @@ from zenflow_compile.planning.weight_memory import (
     weight_budget,
 )
 from zenflow_compile.prediction.simulate import SteadyStep, steady_step
+from zenflow_compile.rules.rule import Rule
 
 if TYPE_CHECKING:
     import torch
@@ -98,9 +99,10 @@ class Scenario:
         return "+".join(names.get(each, each) for each in found)
 
     @property
-    def rule_name(self) -> str:
-        """Names of the update rules, joined."""
-        return "+".join(dict.fromkeys(type(spec.rule).__name__ for spec in self.model.params))
+    def rule(self) -> Rule:
+        """The update rule; where matrices have one of their own, that one."""
+        rules = [spec.rule for spec in self.model.params]
+        return next((rule for rule in rules if rule.of_matrix), rules[0])
 
     def final_at_step(self, options: Options) -> bool:
         """Whether gradients are final only after the whole backward: with an optimizer object, or a global norm."""

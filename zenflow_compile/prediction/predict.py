@@ -86,7 +86,7 @@ class Prediction:
             "model": asked.model.name,
             "parameters": asked.model.numel,
             "dtype": asked.dtype,
-            "rule": asked.rule_name,
+            "rule": type(asked.rule).__name__,
             "hardware": asked.hardware.name,
             "nodes": asked.hardware.nodes,
             "devices": asked.hardware.all_devices,
@@ -266,7 +266,7 @@ def scenario_of(
     return Scenario(
         model=replace(
             shape,
-            params=_updated_by(_rule(rule), shape, in_use.all_devices),
+            params=_updated_by(_rule(rule), shape),
             context=_sequence(sequence, _of_micro_batch(count, chosen), shape),
         ),
         hardware=in_use,
@@ -286,17 +286,8 @@ def _rule(rule: object) -> Rule:
     return (KINDS | {"Muon": Muon})[check_choice("rule", rule, (*KINDS, "Muon"))]()
 
 
-def _updated_by(rule: Rule, shape: ModelShape, devices: int) -> tuple[ParamSpec, ...]:
-    """The parameters by ``rule``; those that a rule of matrices does not have, as by ``muon_groups``, by AdamW.
-
-    Raises:
-        ValueError: there are several devices, and a rule of matrices.
-    """
-    if rule.of_matrix and devices > 1:
-        raise ValueError(
-            f"rule={type(rule).__name__} on {devices} devices is not predicted in this version: each would have all of "
-            "its state; pass devices=1"
-        )
+def _updated_by(rule: Rule, shape: ModelShape) -> tuple[ParamSpec, ...]:
+    """The parameters by ``rule``; those that a rule of matrices does not have, as by ``muon_groups``, by AdamW."""
     outer = {*shape.embeddings, "lm_head.weight"}
     return tuple(
         replace(spec, rule=ADAMW if rule.of_matrix and (len(spec.shape) != 2 or spec.name in outer) else rule)

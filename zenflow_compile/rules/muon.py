@@ -84,7 +84,7 @@ class Muon(Rule):
             gram = found @ found.mT
             found = found.baddbmm(gram.baddbmm(gram, gram, beta=b, alpha=c), found, beta=a)
         found = found.mT if rows > columns else found
-        return found.to(values.dtype) * self._factor(rows, columns)
+        return found.to(values.dtype).mul_(self._factor(rows, columns))
 
     def _factor(self, rows: int, columns: int) -> float:
         if self.fixed["adjust_lr_fn"] == "match_rms_adamw":

@@ -74,6 +74,10 @@ class StepCoefficients(NamedTuple):
     """Factor on the stored gradient: clip factor divided by the loss scale, negative under ``maximize``."""
     rule: Rule = ADAMW
 
+    def scaled(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """The stored gradient as the rule sees it, in ``dtype``."""
+        return gradient.to(dtype) * self.grad_scale.for_fp32()
+
     @classmethod
     def known(
         cls,
@@ -151,10 +155,7 @@ def update_window_(
     if len(gradients) != len(coefficients):
         raise ValueError(f"{len(gradients)} gradients for {len(coefficients)} coefficients: there must be one each")
     if coefficients:
-        scaled = [
-            gradient.to(state[0].dtype) * own.grad_scale.for_fp32()
-            for gradient, own in zip(gradients, coefficients, strict=True)
-        ]
+        scaled = [own.scaled(gradient, state[0].dtype) for gradient, own in zip(gradients, coefficients, strict=True)]
         moved, arrays = run_window(
             coefficients[0].rule,
             state[0],

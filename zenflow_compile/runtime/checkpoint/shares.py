@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import ParamPlan
+from zenflow_compile.planning.plan import FlatShare, MatrixShare, ParamPlan
 from zenflow_compile.runtime.checkpoint.format import array_names, in_slices
 from zenflow_compile.runtime.ranks.rank_group import RankGroup
 from zenflow_compile.runtime.sharding import LocalShard
@@ -39,10 +39,9 @@ def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> 
     whole = plan.whole
     found = dict(entry)
     for name, own in entry.items():
-        if (flat := plan.flat) is not None:
+        if plan.flat is not None:
             if is_dense(plan, name):
-                rows = _gather_rows(plan, own, flat.most_elements, ranks)
-                found[name] = torch.cat(rows)[: whole.numel].view(whole.shape)
+                found[name] = _of_all_parts(plan, plan.flat, own, ranks)
         elif is_dense(plan, name):
             slices = _gather(plan, own, ranks)
             found[name] = (slices if whole.dim == 0 else slices.t()).reshape(whole.shape).contiguous()
@@ -54,8 +53,8 @@ def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> 
 def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Take this rank's share out of the entries of a whole parameter."""
     found = dict(entry)
-    if (flat := plan.flat) is not None:
-        return found | {name: flat.view(value) for name, value in entry.items() if is_dense(plan, name)}
+    if plan.flat is not None:
+        return found | {name: plan.part_of(value) for name, value in entry.items() if is_dense(plan, name)}
     share = plan.share
     assert share is not None
     for name, value in entry.items():
@@ -64,6 +63,21 @@ def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
         elif PER_SLICE.fullmatch(name):
             found[name] = value[share.part :: share.parts]
     return found
+
+
+def _of_all_parts(plan: ParamPlan, flat: FlatShare, own: Tensor, ranks: RankGroup) -> Tensor:
+    """[the parameter's shape] from this rank's part of a tensor, and those of the others."""
+    whole = torch.empty(plan.whole.shape, dtype=own.dtype)
+    flat.view(whole).copy_(own.flatten())
+    what = f"the state of {plan.whole.name}"
+    if isinstance(flat, MatrixShare):
+        ranks.send_on_host(whole, flat.owner, what)
+        return whole
+    rows = _gather_rows(plan, own, max(len(flat.bounds(rank)) for rank in range(flat.ranks)), ranks)
+    for rank, row in enumerate(rows):
+        part = flat.view(whole, rank)
+        part.copy_(row[: len(part)])
+    return whole
 
 
 def _gather(plan: ParamPlan, own: Tensor, ranks: RankGroup) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from zenflow_compile.planning.plan import STACKED_ELEMENTS
+from zenflow_compile.rules.eager import accumulate_window, apply_window, update_matrices_
 from zenflow_compile.rules.rule import Rule
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device.number import Number
@@ -22,11 +24,10 @@ from zenflow_compile.runtime.device_updates.column_ops import (
 from zenflow_compile.runtime.device_updates.selection import SliceState
 from zenflow_compile.runtime.device_updates.version_counter import VersionCounter, WriteMark, bump_versions
 from zenflow_compile.runtime.state_forms import PLAIN, StateForm
-from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
+from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_, window_numbers
 
 # Elements of cast or scaled gradients that exist at a time, unless one parameter has more: 256 MiB.
 _SCRATCH_ELEMENTS = 1 << 26
-_STACKED_ELEMENTS = 1 << 24  # of matrices that are updated whole: some ten times as many bytes of scratch, 0.7 GB
 _MOST_ELEMENTS = 1 << 31  # of a kernel for slices: offsets in a row have 32 bits, and a vector is one row
 
 
@@ -181,24 +182,31 @@ def _update_matrices(updates: Sequence[Update], coefficients: StepCoefficients) 
     """Update matrices of one shape, dtype and step together, as many as have little scratch."""
     alike: dict[tuple[torch.Size, torch.dtype, int], list[Update]] = {}
     for param, grad, state in updates:
-        alike.setdefault((param.shape, param.dtype, state.step), []).append((param, grad, state))
+        if param.numel():  # else another rank updates it
+            alike.setdefault((param.shape, param.dtype, state.step), []).append((param, grad, state))
     for each in alike.values():
-        for batch in bounded_batches(each, [param.numel() for param, _, _ in each], _STACKED_ELEMENTS):
+        for batch in bounded_batches(each, [param.numel() for param, _, _ in each], STACKED_ELEMENTS):
             _update_stack(batch, coefficients)
 
 
 def _update_stack(batch: Sequence[Update], coefficients: StepCoefficients) -> None:
-    states = [state for _, _, state in batch]
+    rule, step = coefficients.rule, batch[0][2].step
+    numbers = window_numbers([coefficients], step)
     weights = [param.data if state.master is None else state.master for param, _, state in batch]
-    wide = [state.arrays if state.form.plain else state.form.expand(*state.arrays) for state in states]
-    stacks = [torch.stack([*each]) for each in (weights, *zip(*wide, strict=True))]
-    gradients = torch.stack([grad.detach() for _, grad, _ in batch])
-    update_window_(stacks, [gradients], [coefficients], step=states[0].step)
-    for (param, _, state), weight, new, *arrays in zip(batch, weights, *stacks, strict=True):
-        weight.copy_(new)
-        stored = arrays if state.form.plain else state.form.compress(*arrays, step=state.step)
-        for target, values in zip(state.arrays, stored, strict=True):
-            target.copy_(values)
+
+    def accumulated(weight: Tensor, grad: Tensor, state: ResidentState) -> list[Tensor]:
+        arrays = state.arrays if state.form.plain else state.form.expand(*state.arrays)
+        gradient = coefficients.scaled(grad.detach(), weight.dtype)
+        return accumulate_window(rule, weight, arrays, [gradient], numbers.of_gradient)
+
+    values = [accumulated(weight, grad, state) for weight, (_, grad, state) in zip(weights, batch, strict=True)]
+    update_matrices_(rule, values, coefficients.options)
+    for weight, (param, _, state), new in zip(weights, batch, values, strict=True):
+        weight.copy_(apply_window(rule, weight, new, numbers.of_window))
+        arrays = new[: len(rule.arrays)]
+        stored = arrays if state.form.plain else state.form.compress(*arrays, step=step)
+        for target, each in zip(state.arrays, stored, strict=True):
+            target.copy_(each)
         if state.master is not None:
             param.data.copy_(state.master)
 

@@ -73,7 +73,7 @@ class StreamedParam:
     @property
     def weight(self) -> Tensor:
         """The weight that the state belongs to: the parameter, or a view of this rank's part of it."""
-        return self.param if self.plan.flat is None else self.plan.flat.view(self.param.detach())
+        return self.param if self.plan.flat is None else self.plan.part_of(self.param.detach())
 
     @property
     def has_gradient(self) -> bool:
@@ -82,7 +82,7 @@ class StreamedParam:
     def gradient(self) -> Tensor | None:
         """The gradient of ``weight``; None if the parameter has none."""
         grad = self.param.grad
-        return grad if grad is None or self.plan.flat is None else self.plan.flat.view(grad.detach())
+        return None if grad is None else self.plan.part_of(grad)
 
     def state_in(self, memory: Tensor) -> ResidentState:
         """View the state in ``memory``, f32[elements of the subgroup]."""
@@ -157,7 +157,7 @@ class StreamedUpdates:
 
         A zero master means uninitialized: its write mark is unknown, so the first update copies the weights into it.
         """
-        subgroups = []
+        subgroups: list[StreamedGroup] = []
         for number, members in groupby(sorted(pairs, key=_subgroup), key=_subgroup):
             together = list(members)
             host = arena.take((_elements([plan for plan, _ in together]),), torch.float32)
@@ -171,7 +171,10 @@ class StreamedUpdates:
                 made = StreamedParam(plan, param, state, offsets)
                 made.state = made.state_in(host)
                 params.append(made)
-            subgroups.append(StreamedGroup(number, params, host))
+            if host.numel() or not subgroups:
+                subgroups.append(StreamedGroup(number, params, host))
+            else:  # matrices of other ranks, whose steps are counted: a turn without a copy would delay the next one
+                subgroups[-1].params += params
         return subgroups
 
     def fit(self, subgroups: Sequence[StreamedGroup]) -> None:

@@ -176,7 +176,7 @@ class RankGroup:
         self.recorder = Recorder()
         own, (copies, everyone, shards) = dist.get_rank(), levels
         self.replica, self.replicas = next(place for place, copy in enumerate(copies) if own in copy), len(copies)
-        members = copies[self.replica]
+        members, self._first_copy = copies[self.replica], copies[0]
         self.rank, self.size = members.index(own), len(members)
         self.message_rank, self.message_size = everyone.index(own), len(everyone)
         hosts = [process.host for process in processes]
@@ -305,6 +305,13 @@ class RankGroup:
         if len(sent):
             self._wait(torch_private.start_all_gather(out.view(-1), sent, self._messages), what, polls=True)
         return [out[row].view(values.dtype).view(values.shape) for row in self._rows]
+
+    def send_on_host(self, values: Tensor, rank: int, what: str) -> None:
+        """Send a tensor in host memory, which ``rank`` of the first copy has, to all ranks; the host waits for it."""
+        self.recorder.sent("state", values.nbytes)
+        work = dist.broadcast(values, src=self._first_copy[rank], group=self._messages, async_op=True)
+        assert work is not None
+        self._wait(work, what, polls=True)
 
     # Messages.
 

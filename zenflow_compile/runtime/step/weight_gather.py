@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import FlatShare, Share
+from zenflow_compile.planning.plan import FlatShare, MatrixShare, Share
 from zenflow_compile.runtime.device.device import Device, Stream, Streams
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Selection
@@ -169,16 +170,17 @@ class WeightGather:
                 each.fill(row, offset)
             yield list(zip(piece, packing.offsets, strict=True)), row
 
-    def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[list[tuple[StreamedParam, int]], Tensor]]:
-        """Fill the rows of streamed parameters in the same way."""
-        elements = [_flat(each).most_elements for each in params]
-        sizes = [count * each.plan.dtype.itemsize for count, each in zip(elements, params, strict=True)]
-        for piece in cut(params, sizes, [each.plan.dtype for each in params], self.stream.most_bytes):
-            packing = RowLayout.of([_flat(each).most_elements for each in piece])
-            row = torch.zeros(packing.elements, dtype=piece[0].plan.dtype, device=self._device.torch_device)
-            for each, offset in zip(piece, packing.offsets, strict=True):
-                row[offset : offset + each.plan.numel] = each.weight.detach()
-            yield list(zip(piece, packing.offsets, strict=True)), row
+    def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[list[StreamedParam], Tensor]]:
+        """Fill the rows of streamed parameters in the same way: each rank's parts are next to each other."""
+        ordered = _by_turns(params)
+        sizes = [each.plan.whole.weight_bytes // self._group.size for each in ordered]
+        for piece in cut(ordered, sizes, [each.plan.dtype for each in ordered], self.stream.most_bytes):
+            rows = [RowLayout.of([len(_flat(each).bounds(rank)) for each in piece]) for rank in range(self._group.size)]
+            longest = max(packing.elements for packing in rows)
+            row = torch.zeros(longest, dtype=piece[0].plan.dtype, device=self._device.torch_device)
+            for each, offset in zip(piece, rows[self._group.rank].offsets, strict=True):
+                row[offset : offset + each.plan.numel] = each.weight.detach().flatten()
+            yield piece, row
 
     def forget(self) -> None:
         """Send all selections again: a state is about to be loaded, behind a gather that an error may have ended."""
@@ -234,14 +236,26 @@ class WeightGather:
         return self._known.get(offloaded.plan.index) is not offloaded.device.selection
 
 
-def _write_flat(piece: list[tuple[StreamedParam, int]], pending: Pending) -> None:
-    rows = pending.wait(f"the weights of {piece[0][0].plan.name}, ...")
-    for streamed, offset in piece:
-        flat = _flat(streamed)
-        for rank, row in enumerate(rows):
+def _by_turns(params: Sequence[StreamedParam]) -> list[StreamedParam]:
+    """In an order in which what the ranks send together is of nearly one size: each owner's largest matrices first."""
+    of_owner: dict[int, list[StreamedParam]] = {}
+    for each in sorted(params, key=lambda each: -each.plan.whole.weight_bytes):
+        if isinstance(share := each.plan.flat, MatrixShare):
+            of_owner.setdefault(share.owner, []).append(each)
+    turns = (each for turn in zip_longest(*of_owner.values()) for each in turn if each is not None)
+    return [*(each for each in params if not isinstance(each.plan.flat, MatrixShare)), *turns]
+
+
+def _write_flat(piece: list[StreamedParam], pending: Pending) -> None:
+    rows = pending.wait(f"the weights of {piece[0].plan.name}, ...")
+    for rank, row in enumerate(rows):
+        offset = 0
+        for streamed in piece:
+            flat = _flat(streamed)
+            part = flat.view(streamed.param.data, rank)
             if rank != flat.rank:
-                part = flat.view(streamed.param.data, rank)
                 part.copy_(row[offset : offset + part.numel()])
+            offset += part.numel()
 
 
 def _flat(streamed: StreamedParam) -> FlatShare:

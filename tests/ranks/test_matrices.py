@@ -1,0 +1,243 @@
+"""Several ranks train by Muon: each of them has the state of some matrices, and updates these."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.exactness.test_rules import POLICIES
+from tests.support.rank_processes import RankProcesses
+from zenflow_compile import ZenFlow, rules
+from zenflow_compile.options.options import Options
+from zenflow_compile.performance.models import model
+from zenflow_compile.planning.plan import MatrixShare, Plan
+from zenflow_compile.planning.planners import empty_plan, extend_plan
+
+pytestmark = pytest.mark.timeout(180)
+STEPS, MIDDLE, BATCH = 8, 3, 12
+SETS: dict[str, dict[str, Any]] = {
+    **{name: POLICIES[name] for name in ("zero_offload", "zenflow")},
+    "windows": POLICIES["zenflow"] | {"update_interval": 4},
+    "bf16": {"policy": "zero_offload", "state_dtype": "bf16"},
+    "fp8": {"policy": "zero_offload", "state_dtype": "fp8"},
+}
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Five matrices, two of one shape, and vectors."""
+    torch.manual_seed(0)
+    sizes = (48, 64, 64, 64, 96, 40)
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def by_muon(model: nn.Module, **options: Any) -> ZenFlow:
+    groups = rules.muon_groups(model, rules.Muon(lr=0.02))
+    return ZenFlow(groups, rules.AdamW(eps=1e-4), min_offload_size=1, workers=1, **options)
+
+
+def train(
+    optimizer: ZenFlow, model: nn.Module, rank: int, ranks: int, *, steps: range, clip: float | None = None
+) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randn(BATCH, 48, generator=generator).chunk(ranks)[rank].to(next(model.parameters()).dtype)
+        for part in batch.split(2):  # accumulates gradients
+            model(part).float().square().mean().backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().float().flatten() for param in model.parameters()])
+
+
+def group_of(shape: tuple[int, ...]) -> Any:
+    return dist.group.WORLD if len(shape) == 1 else init_device_mesh("cpu", shape)
+
+
+def divided(
+    rank: int,
+    options: dict[str, Any],
+    shape: tuple[int, ...] = (2,),
+    *,
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+    clip: float | None = None,
+) -> Tensor:
+    model = mlp(dtype)
+    run: Any = torch.compile(model, backend="zenflow", options={"inner": "eager"}) if compiled else model
+    with by_muon(model, process_group=group_of(shape), **options) as optimizer:
+        train(optimizer, run, rank, dist.get_world_size(), steps=range(STEPS), clip=clip)
+    return weights_of(model)
+
+
+def elements_by_rank(rank: int) -> list[tuple[int, int]]:
+    """Of each matrix, those of the state that a rank has: planned, and in its host memory."""
+    model = mlp()
+    with by_muon(model, process_group=dist.group.WORLD, policy="zero_offload") as optimizer:
+        train(optimizer, model, rank, dist.get_world_size(), steps=range(1))
+        streamed = optimizer.engine.core.streamed.params.values()
+        return [(each.plan.numel, sum(tensor.numel() for tensor in each.state.tensors())) for each in streamed]
+
+
+def test_each_matrix_has_one_owner(three_ranks: RankProcesses) -> None:
+    sizes = [param.numel() for param in mlp().parameters() if param.dim() == 2]
+    found = three_ranks.call(elements_by_rank)
+    for size, of_ranks in zip(sizes, zip(*found, strict=True), strict=True):
+        assert sorted(of_ranks) == [(0, 0), (0, 0), (size, size)]
+    assert all(0 < sum(planned for planned, _ in of_rank) < 0.5 * sum(sizes) for of_rank in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SETS)
+def test_owners_update_as_all_ranks_would(two_ranks: RankProcesses, name: str, dtype: torch.dtype) -> None:
+    """To the bit: resident matrices are updated by each rank, with the same mean gradients."""
+    windows = {"update_interval": 4} if name == "windows" else {}
+    if windows:  # vectors have them; matrices are updated in each step
+        expected = two_ranks.call(divided, SETS["zenflow"], dtype=dtype)
+    else:
+        expected = two_ranks.call(divided, {**SETS[name], "policy": "resident"}, dtype=dtype)
+    found = two_ranks.call(divided, SETS[name], dtype=dtype)
+    assert torch.equal(*found)
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("keywords", [{"clip": 0.1}, {"compiled": True}], ids=["clipped", "graphs"])
+def test_steps_of_loops_and_graphs(two_ranks: RankProcesses, keywords: dict[str, Any]) -> None:
+    expected = two_ranks.call(divided, {"policy": "resident"}, **keywords)
+    found = two_ranks.call(divided, SETS["zenflow"], **keywords)
+    assert torch.equal(*found)
+    assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["four that divide", "two copies"])
+def test_four_ranks(four_ranks: RankProcesses, shape: tuple[int, ...]) -> None:
+    expected = four_ranks.call(divided, {"policy": "resident"})
+    found = four_ranks.call(divided, SETS["zero_offload"], shape)
+    assert all(torch.equal(each, expected[0]) for each in found)
+
+
+def test_two_ranks_train_as_one(two_ranks: RankProcesses) -> None:
+    """Gradients are added up in another order, which Newton-Schulz multiplies, as it does a nudge in the last bit."""
+    found = two_ranks.call(divided, SETS["zero_offload"])[0]
+
+    def alone(nudge: float) -> Tensor:
+        model = mlp()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.0 + nudge)
+        with by_muon(model, policy="zero_offload") as optimizer:
+            train(optimizer, model, 0, 1, steps=range(STEPS))
+        return weights_of(model)
+
+    expected = alone(0.0)
+    noise = max(float((alone(nudge) - expected).abs().max()) for nudge in (1e-7, 2e-7, -1e-7))
+    assert float((found - expected).abs().max()) <= 3 * noise
+    assert float((weights_of(mlp()) - expected).abs().max()) > 5 * noise
+
+
+def part_of_a_run(rank: int, ranks: int, options: dict[str, Any], steps: range, state: bytes | None) -> Any:
+    """Weights, and the saved state, at the end of ``steps``."""
+    model = mlp()
+    group = dist.group.WORLD if ranks > 1 else None
+    with by_muon(model, process_group=group, **options) as optimizer:
+        if state is not None:
+            weights, of_optimizer = torch.load(io.BytesIO(state))
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(of_optimizer)
+        train(optimizer, model, rank, ranks, steps=steps)
+        file = io.BytesIO()
+        optimizer.synchronize()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+    return weights_of(model), file.getvalue()
+
+
+def of_two(rank: int, *arguments: Any) -> Any:
+    return part_of_a_run(rank, 2, *arguments)
+
+
+@pytest.mark.parametrize("name", ["zenflow", "bf16"])
+def test_state_has_whole_matrices(two_ranks: RankProcesses, name: str) -> None:
+    """Two ranks resume to the bit, and one loads and saves the same state."""
+    whole = two_ranks.call(of_two, SETS[name], range(STEPS), None)[0][0]
+    (_, saved), (_, other) = two_ranks.call(of_two, SETS[name], range(MIDDLE), None)
+    assert torch.equal(two_ranks.call(of_two, SETS[name], range(MIDDLE, STEPS), saved)[1][0], whole)
+    _, again = part_of_a_run(0, 1, SETS[name], range(0), saved)
+    states = [torch.load(io.BytesIO(each))[1]["state"] for each in (saved, other, again)]
+    for index, entry in states[0].items():
+        for key, value in entry.items():
+            assert all(torch.equal(value, state[index][key]) for state in states[1:])
+    assert all(bool(states[0][index]["momentum_buffer"].any()) for index in range(5))
+
+
+def sharded(rank: int) -> str:
+    model = mlp()
+    fully_shard(model)
+    with pytest.raises(ValueError, match="is sharded by fully_shard, and Muon needs whole matrices") as caught:
+        by_muon(model)
+    return str(caught.value)
+
+
+def test_muon_refuses_sharded_models(two_ranks: RankProcesses) -> None:
+    assert all("process_group=" in text for text in two_ranks.call(sharded))
+
+
+# Who has which matrices.
+
+RANKS = 8
+
+
+def plan_of(rank: int, parts: int = 1, stop: int | None = None) -> Plan:
+    """Of Llama-3.2-1B by Muon, planned in so many parts, of which there are ``stop`` so far."""
+    muon, others = rules.Muon(), rules.AdamW()
+    specs = [
+        replace(spec, rule=muon if len(spec.shape) == 2 and spec.name.startswith("layers") else others)
+        for spec in model("llama3.2-1b").params
+    ]
+    options = Options.from_keywords(policy="zero_offload")
+    plan = replace(empty_plan(options), rank=rank, ranks=RANKS)
+    size = -(-len(specs) // parts)
+    for first in range(0, len(specs), size)[:stop]:
+        plan = extend_plan(plan, specs[first : first + size], options)
+    return plan
+
+
+def owners_of(plan: Plan) -> dict[int, int]:
+    return {param.index: param.flat.owner for param in plan.params if isinstance(param.flat, MatrixShare)}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_work_is_level(parts: int) -> None:
+    plans = [plan_of(rank, parts) for rank in range(RANKS)]
+    assert all(owners_of(plan) == owners_of(plans[0]) for plan in plans)
+    measures: list[Callable[[Any], float]] = [
+        lambda param: param.rule.matrix_flops(*param.shape),
+        lambda param: param.host_state_bytes,
+    ]
+    for measure in measures:
+        sums = [sum(measure(param) for param in plan.params if param.index in owners_of(plan)) for plan in plans]
+        assert max(sums) < 1.1 * sum(sums) / RANKS
+    buffers = [max(plan.subgroup_bytes) for plan in plans]
+    subgroups = [[param.whole.whole_state_bytes for param in each] for each in plans[0].streamed_subgroups.values()]
+    assert max(buffers) <= max(sum(each) / RANKS + max(each) for each in subgroups)
+
+
+def test_parameters_that_come_later_leave_owners_as_they_are() -> None:
+    """On a rank that knows its own parts alone."""
+    first, all_parts = plan_of(0, 3, stop=1), plan_of(0, 3)
+    owners = owners_of(first)
+    assert set(owners.values()) == set(range(RANKS))
+    assert owners == {index: owner for index, owner in owners_of(all_parts).items() if index < len(first.params)}
