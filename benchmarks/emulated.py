@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.aten_updates import aten_update
-from zenflow_compile.runtime.device.thread_lane import ThreadTicket
+from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.host.host_kernel import WindowUpdate
 from zenflow_compile.runtime.host.workers import Job, Work, bounds_of
 from zenflow_compile.runtime.parameters.host_state import UpdateWork
@@ -79,6 +79,44 @@ class EmulatedModel(nn.Module):
         for weight in self.layers:
             x = torch.tanh(linear(x, weight, self.seconds))
         return x
+
+
+class Link:
+    """A link of a given bandwidth, which makes one copy at a time.
+
+    Attributes:
+        seconds_per_byte: 0 for a link that takes no time.
+    """
+
+    def __init__(self) -> None:
+        self.seconds_per_byte = 0.0
+        self._free_at = 0.0
+
+    def send(self, size: int, ready: float) -> None:
+        """Sleep until the link has copied ``size`` bytes, which were there at ``ready``."""
+        # Not from now on: sleeps last too long, and a real link would have begun this copy before.
+        self._free_at = max(ready, self._free_at) + size * self.seconds_per_byte
+        time.sleep(max(0.0, self._free_at - time.perf_counter()))
+
+    def serve(self, lane: ThreadLane) -> None:
+        """Have a lane's copies go over this link: in front of its methods, so that no other engine sees them."""
+        hand_over, make = lane._hand_over, lane._make
+        ready: dict[int, float] = {}  # when each copy was queued
+
+        def noted(copy: Any) -> ThreadTicket:
+            ready[id(copy)] = time.perf_counter()
+            return hand_over(copy)
+
+        def copy_over_link(copy: Any) -> None:
+            begin = ready.pop(id(copy), time.perf_counter())
+            for work in copy.first:
+                if not work.done():
+                    work.wait()
+                    begin = time.perf_counter()
+            self.send(copy.source.nbytes, begin)
+            make(copy)
+
+        vars(lane).update(_hand_over=noted, _make=copy_over_link)
 
 
 class SlowHost:

@@ -46,8 +46,9 @@ from examples.finetune_lm import Sequences, read_text
 from examples.language_model import load
 from examples.pretrained import MODEL, REVIEWS, fetch
 from examples.reviews import Reviews
-from zenflow_compile.rules import SGD, Lion, Rule
+from zenflow_compile.rules import SGD, AdamW, Lion, Muon, Rule, muon_groups
 
+LR, WEIGHT_DECAY, MAX_NORM = 2e-5, 0.01, 1.0
 REFERENCE, FASTER, EXACT = "AdamW", "AdamW at twice the rate", "zero_offload"
 RULES: dict[str, dict[str, Any]] = {
     REFERENCE: {},
@@ -65,11 +66,15 @@ RULES: dict[str, dict[str, Any]] = {
 }
 """Options of ``ZenFlowAdamW`` by rule; the first two are AdamW's."""
 OTHERS: dict[str, tuple[Rule, dict[str, Any]]] = {
-    f"{type(rule).__name__}{windows}": (rule, options)
-    for rule in (Lion(lr=4e-6, weight_decay=0.05), SGD(lr=0.05))
-    for windows, options in (("", {"policy": "resident"}), (", S = 4", {"update_interval": 4}))
+    **{
+        f"{type(rule).__name__}{windows}": (rule, options)
+        for rule in (Lion(lr=4e-6, weight_decay=0.05), SGD(lr=0.05))
+        for windows, options in (("", {"policy": "resident"}), (", S = 4", {"update_interval": 4}))
+    },
+    "Muon": (Muon(lr=LR, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"), {"policy": "zero_offload"}),
 }
-"""Other optimizers, each in windows next to itself: rules of ``ZenFlow`` and its options."""
+"""Other optimizers: rules of ``ZenFlow``, and its options; Lion and SGD in windows next to themselves. Muon has the
+hidden matrices, AdamW the rest."""
 DEEPSPEED = "DeepSpeed's ZenFlow, S = 4"
 """A rule of DeepSpeed's environment, see ``make deepspeed``, which trains under no other one."""
 
@@ -77,7 +82,6 @@ PAGE = ROOT / "docs" / "quality.md"
 ON_ALL_SEEDS = (REFERENCE, *[rule for rule in RULES if rule.startswith("zenflow")][:3])
 SEEDS = 3
 STEPS = 150
-LR, WEIGHT_DECAY, MAX_NORM = 2e-5, 0.01, 1.0
 _LAST = 20  # steps whose losses are averaged
 _COMPILING = 5  # first steps, which are not timed
 # Two-sided 95% quantiles of Student's distribution, by degrees of freedom.
@@ -229,6 +233,8 @@ def make_optimizer(rule: str, model: PreTrainedModel) -> zf.ZenFlow:
     """Of one of ``OTHERS`` or of ``RULES``."""
     if rule in OTHERS:
         other, options = OTHERS[rule]
+        if isinstance(other, Muon):
+            return zf.ZenFlow(muon_groups(model, other), AdamW(lr=LR, weight_decay=WEIGHT_DECAY), **options)
         return zf.ZenFlow(model.named_parameters(), other, **options)
     return zf.ZenFlowAdamW(model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, **RULES[rule])
 

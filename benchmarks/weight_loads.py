@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +33,8 @@ from torch import Tensor
 
 import zenflow_compile as zf
 from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
-from benchmarks.emulated import EmulatedModel
-from zenflow_compile.runtime.device.thread_lane import INLINE_BYTES, ThreadLane, ThreadTicket
+from benchmarks.emulated import EmulatedModel, Link
+from zenflow_compile.runtime.device.thread_lane import INLINE_BYTES, ThreadLane
 from zenflow_compile.runtime.parameters.host_values import Staged
 from zenflow_compile.timeline import COMPUTE
 
@@ -53,24 +52,6 @@ _FILL = (COMPUTE, "load")
 
 # The lane's thread makes larger copies: those of the calling thread would not be asynchronous.
 assert 4 * WIDTH * WIDTH * (1 - TOPK_RATIO) > INLINE_BYTES
-
-
-class Link:
-    """A link of a given bandwidth, which makes one copy at a time.
-
-    Attributes:
-        seconds_per_byte: 0 for a link that takes no time.
-    """
-
-    def __init__(self) -> None:
-        self.seconds_per_byte = 0.0
-        self._free_at = 0.0
-
-    def send(self, size: int, ready: float) -> None:
-        """Sleep until the link has copied ``size`` bytes, which were there at ``ready``."""
-        # Not from now on: sleeps last too long, and a real link would have begun this copy before.
-        self._free_at = max(ready, self._free_at) + size * self.seconds_per_byte
-        time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +140,9 @@ class Trainer:
         engine = self.optimizer.engine
         lane = engine.registry.transport.to_device
         assert isinstance(lane, ThreadLane)
-        hand_over, make, prefetch = lane._hand_over, lane._make, engine.weights.prefetch
-        ready: dict[int, float] = {}  # when each copy was queued
+        self.link.serve(lane)
+        prefetch = engine.weights.prefetch
         take = prefetch.take
-
-        def noted(copy: Any) -> ThreadTicket:
-            ready[id(copy)] = time.perf_counter()
-            return hand_over(copy)
-
-        def copy_over_link(copy: Any) -> None:
-            begin = ready.pop(id(copy), time.perf_counter())
-            for work in copy.first:
-                if not work.done():
-                    work.wait()
-                    begin = time.perf_counter()
-            self.link.send(copy.source.nbytes, begin)
-            make(copy)
 
         def counted(p: int) -> Staged | None:
             staged = take(p)
@@ -182,8 +150,7 @@ class Trainer:
             self.ahead += staged is not None
             return staged
 
-        # In front of the methods of these two objects: no other engine sees them.
-        vars(lane).update(_hand_over=noted, _make=copy_over_link)
+        # In front of the methods of this object: no other engine sees them.
         vars(prefetch).update(take=counted)
         if not prefetches:
             vars(prefetch).update(_copy_ahead=lambda: None)

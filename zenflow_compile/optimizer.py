@@ -288,6 +288,7 @@ class ZenFlow(torch.optim.Optimizer):
             return loss
         engine = lazy.engine
         engine.check_parameters()
+        engine.core.refuse_unheard()
         if not engine.run_step() and not engine.core.used:
             self._warn_of_no_gradient()
         return loss
@@ -306,6 +307,7 @@ class ZenFlow(torch.optim.Optimizer):
                 decay.
         """
         self._lazy_engine.check_open()
+        self._lazy_engine.claim.listen()
         super().zero_grad(set_to_none)
         if (engine := self._lazy_engine.built) is not None:
             engine.intake.discard()

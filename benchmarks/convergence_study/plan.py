@@ -67,12 +67,22 @@ _S8 = Rule(name="zenflow, S = 8", update_interval=8)
 _AUTO = Rule(name='zenflow, S = "auto"', update_interval="auto")
 _BF16 = Rule(name="zero_offload, bf16 moments", policy="zero_offload", state_dtype="bf16", limit=0.003)
 _INT8 = Rule(name="zero_offload, 8-bit moments", policy="zero_offload", state_dtype="fp8", limit=0.005)
+_RESIDENT: dict[str, dict[str, Any]] = {"": {"policy": "resident"}}
+_WINDOWS: dict[str, dict[str, Any]] = {", zenflow, S = 4": {"policy": "zenflow"}}
+_STREAMED: dict[str, dict[str, Any]] = {
+    f", zero_offload{form}": {"policy": "zero_offload", "state_dtype": state_dtype}
+    for form, state_dtype in (("", "fp32"), (", bf16 state", "bf16"), (", 8-bit state", "fp8"))
+}
 OTHERS = [
-    Rule(name=f"{name}{windows}", policy=policy, optimizer=name, rate=rate, claimed=False, one_seed=True)
-    for name, rate in (("Lion", 0.2), ("SGD", 300.0))
-    for windows, policy in (("", "resident"), (", zenflow, S = 4", "zenflow"))
+    Rule(name=f"{name}{form}", optimizer=name, rate=rate, claimed=False, one_seed=True, **options)
+    for name, rate, forms in (
+        ("Lion", 0.2, _RESIDENT | _WINDOWS),
+        ("SGD", 300.0, _RESIDENT | _WINDOWS),
+        ("Muon", 1.0, _RESIDENT | _STREAMED),
+    )
+    for form, options in forms.items()
 ]
-"""Other optimizers, each in windows next to itself."""
+"""Other optimizers, each next to itself in update windows, or with its state in host memory."""
 RULES: MappingProxyType[Phase, tuple[Rule, ...]] = MappingProxyType(
     {
         "scratch": (REFERENCE, _S2, _S4, _AUTO, _ZERO_OFFLOAD, _BF16, _INT8, CONTROL, *OTHERS),

@@ -498,7 +498,7 @@ def test_gradients_that_adamw_dropped_are_named() -> None:
     theirs = Reference()
     theirs.optimizer.load_state_dict(training.optimizer.state_dict())
     before = training.optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"in the update window of '.*', which AdamW has not applied: call flush"):
+    with pytest.raises(ValueError, match=r"in the update window of '.*', which it has not applied: call flush"):
         training.optimizer.load_state_dict(theirs.optimizer.state_dict())
     assert_equal_states(training.optimizer.state_dict(), before)
 

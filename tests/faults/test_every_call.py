@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.faults.injection import Site, Target
-from tests.faults.trials import PHASES, SCENARIOS, Trial, outcome, targets_of
+from tests.faults.trials import BY_MUON, PHASES, SCENARIOS, Trial, outcome, targets_of
 from tests.simulated.process import SimulatedCrash, SimulatedHang, SimulatedProcess
 from zenflow_compile.runtime.host.workers import Job
 
@@ -90,6 +90,7 @@ INTERRUPTED = [
     for scenario in SCENARIOS
     for entry in ("hooks", "graph", "backward")
     for phase in ("train", "close")
+    if not (scenario == BY_MUON and entry == "backward")  # that optimizer has one rule
 ]
 
 

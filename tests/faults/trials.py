@@ -16,7 +16,17 @@ from torch.nn import functional as F
 import zenflow_compile
 from tests.faults.injection import Injector, Site, Target
 from tests.simulated.accelerator import serve
-from tests.support.training import ADAM, EAGER_BACKEND, LARGEST_STATE, OFFLOAD_ALL, Training, batch, mlp
+from tests.support.training import (
+    ADAM,
+    EAGER_BACKEND,
+    LARGEST_STATE,
+    OFFLOAD_ALL,
+    Training,
+    batch,
+    by_adamw,
+    by_muon,
+    mlp,
+)
 
 BEGIN, END = 4, 9  # the steps in which calls fail; those before warm up
 
@@ -27,7 +37,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "summed": {**WINDOWS, "gradient_transfer": "mean"},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 2},
     "files": {**WINDOWS, "policy": "zero_infinity", "host_window_bytes": LARGEST_STATE},
+    "matrices": {"policy": "zero_offload"},
 }
+BY_MUON = "matrices"
 PHASES = ("train", "load", "close")
 
 
@@ -105,6 +117,7 @@ def _begin(trial: Trial, folder: str, injector: Injector) -> tuple[Training, byt
         device=trial.device,
         injector=injector,
         in_backward=trial.entry == "backward",
+        make=by_muon if trial.scenario == BY_MUON else by_adamw,
     )
     training.run(0, BEGIN)
     return training, training.saved()

@@ -415,8 +415,8 @@ def test_state_dict_of_another_model_or_plan() -> None:
     loads: list[tuple[dict[str, Any], str]] = [
         (state_over(grown), r"shape=\[48, 32\] for '2.weight', this optimizer \[32, 32\].*another model"),
         (state_over(lambda: mlp()[:3]), r"param groups of sizes \[4\], this optimizer \[6\]"),
-        ({}, r"neither of a ZenFlowAdamW nor of torch\.optim\.AdamW"),
-        ({"\x1b[2J": 1}, r"neither of a ZenFlowAdamW"),
+        ({}, r"neither of a ZenFlow .* nor of an optimizer of PyTorch"),
+        ({"\x1b[2J": 1}, r"neither of a ZenFlow "),
     ]
     for state, message in loads:
         with pytest.raises(ValueError, match=message):

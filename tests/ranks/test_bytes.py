@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from tests.ranks.models import OFFLOAD, as_rank
 from tests.ranks.sharded import sharded
 from tests.support.rank_processes import RankProcesses
-from zenflow_compile import ZenFlowAdamW
+from zenflow_compile import ZenFlow, ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.planners import ParamSpec, make_plan
+from zenflow_compile.rules import AdamW, Muon, muon_groups
 from zenflow_compile.runtime.host import cores
 from zenflow_compile.runtime.host.cores import Core, LocalRanks, local_ranks
 from zenflow_compile.runtime.parameters.capacity import worker_cores
@@ -40,7 +41,10 @@ def model() -> nn.Module:
 def counted(rank: int, options: dict[str, Any], steps: int) -> tuple[list[dict[str, int]], int, int, tuple[int, ...]]:
     """Bytes that a rank sends in each step, by collective; bytes that it stores, and its workers' cores."""
     net = model()
-    optimizer = ZenFlowAdamW(net.named_parameters(), **OFFLOAD, **options, process_group=dist.group.WORLD)
+    rule = options.get("rule", AdamW())
+    groups = muon_groups(net, rule) if rule.of_matrix else net.named_parameters()
+    others = {name: value for name, value in options.items() if name != "rule"}
+    optimizer = ZenFlow(groups, AdamW(), **OFFLOAD, **others, process_group=dist.group.WORLD)
     sent: Counter[str] = Counter()
     optimizer.engine.recorder.sent = lambda name, count: sent.update({name: count})
     found = []
@@ -83,6 +87,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all selected": {"topk_ratio": 1.0, "update_interval": 4},
     "zero_offload": {"policy": "zero_offload"},
     "streamed": {"policy": "deep_optimizer_states", "update_stride": 1},
+    "matrices": {"policy": "zero_offload", "rule": Muon()},
 }
 
 
@@ -95,16 +100,20 @@ def test_counted_bytes_are_those_of_the_model(
 
     Three ranks divide no groups of slices: each of them has all that one device would have.
     """
-    options = WAYS[way]
-    specs = [ParamSpec(name, tuple(param.shape), param.dtype) for name, param in model().named_parameters()]
-    expected = rank_traffic(make_plan(specs, Options(**options, **OFFLOAD)), ranks, Sharing.CHANGED_SLICES)
+    options, rule = dict(WAYS[way]), WAYS[way].get("rule", AdamW())
+    specs = [
+        ParamSpec(name, tuple(param.shape), param.dtype, rule=rule if param.dim() == 2 else AdamW())
+        for name, param in model().named_parameters()
+    ]
     found = {2: two_ranks, 3: three_ranks}[ranks].call(counted, options, 9)
+    options.pop("rule", None)
+    expected = rank_traffic(make_plan(specs, Options(**options, **OFFLOAD)), ranks, Sharing.CHANGED_SLICES)
     assert sum(host for _, host, _, _ in found) == pytest.approx(expected.host_bytes, rel=0.02)
     for steps, *_ in found:
         last = [Counter(sent) for sent in steps[-4:]]
         assert sum(sent["reduce_scatter"] for sent in last) == 4 * expected.reduced
         assert ranks * sum(sent["all_gather"] for sent in last) == 4 * expected.gathered, "a rank puts in its part"
-        norms = 0 if way == "streamed" else 2 * FP32  # of the parameters that are divided by slices
+        norms = 0 if way in ("streamed", "matrices") else 2 * FP32  # of the parameters that are divided by slices
         assert all(sent["all_reduce"] == expected.all_reduced + norms for sent in last)
 
 
@@ -194,7 +203,8 @@ def without_a_launcher(rank: int, kind: str) -> list[Any]:
             del os.environ[name]
         found: list[Any] = [tuple(local_ranks())]
         if kind == "sharded":
-            optimizer = ZenFlowAdamW(sharded().named_parameters(), **OFFLOAD)
+            net = sharded()  # which FSDP2 does not keep
+            optimizer = ZenFlowAdamW(net.named_parameters(), **OFFLOAD)
         else:
             optimizer = ZenFlowAdamW(model().named_parameters(), **OFFLOAD, process_group=dist.group.WORLD)
         with mock.patch("zenflow_compile.runtime.parameters.capacity.physical_cores", return_value=FOUR_CORES):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks.models import ADAM, ALL_POLICIES, backward, batch, difference, on_ranks, uneven
+from tests.ranks.models import ADAM, ALL_POLICIES, backward, batch, difference, on_ranks, optimizer_over, uneven
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 
@@ -227,3 +227,49 @@ def test_inf_without_scaler_is_that_of_adamw(two_ranks: RankProcesses) -> None:
     nan = {name: int(weight.isnan().sum()) for name, weight in zip(names, first, strict=True)}
     assert {name for name, count in nan.items() if count} == {"up.weight"}
     assert nan["up.weight"] == 1
+
+
+def unfrozen(rank: int, options: dict[str, Any] | None, ranks: int, frozen: str, *, alone: bool) -> list[Tensor]:
+    """Weights after training in which parameters are unfrozen at step 2, and the others frozen then if ``alone``."""
+    model = uneven()
+    chosen = [param for name, param in model.named_parameters() if name.startswith(frozen)]
+    others = [param for name, param in model.named_parameters() if not name.startswith(frozen)]
+    for param in chosen:
+        param.requires_grad_(False)
+    group = dist.group.WORLD if ranks > 1 else None
+    optimizer = optimizer_over(model, options, "", **({} if options is None else {"process_group": group}))
+    for step in range(6):
+        if step == 2:
+            for param in chosen:
+                param.requires_grad_(True)
+            for param in others if alone else ():
+                param.requires_grad_(False)
+        if not (options and alone and step == 2):
+            optimizer.zero_grad()
+        x, y = batch(step, rank, ranks)
+        F.cross_entropy(model(x), y).backward()
+        if options and alone and step == 2:
+            with pytest.raises(RuntimeError, match=r"was unfrozen, .* call optimizer.zero_grad\(\) after"):
+                optimizer.step()
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    if options is not None:
+        optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def unfrozen_of_two(rank: int, options: dict[str, Any], frozen: str, alone: bool) -> list[Tensor]:
+    return unfrozen(rank, options, 2, frozen, alone=alone)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "alone"), [("down", False), ("norm", False), ("embedding", False), ("embedding", True), ("down", True)]
+)
+@pytest.mark.parametrize("policy", ["resident", "zero_offload", "zenflow"])
+def test_unfrozen_parameters_are_averaged(two_ranks: RankProcesses, policy: str, frozen: str, alone: bool) -> None:
+    """Whether they come first in a backward or last. Alone, they are refused until ``zero_grad`` has heard of them."""
+    first, second = two_ranks.call(unfrozen_of_two, ALL_POLICIES[policy], frozen, alone)
+    assert difference(first, second) == 0
+    assert difference(first, unfrozen(0, None, 1, frozen, alone=alone)) < 1e-5

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.exactness.test_rules import POLICIES
@@ -24,7 +24,7 @@ from zenflow_compile.planning.plan import MatrixShare, Plan
 from zenflow_compile.planning.planners import empty_plan, extend_plan
 
 pytestmark = pytest.mark.timeout(180)
-STEPS, MIDDLE, BATCH = 8, 3, 12
+STEPS, MIDDLE, BATCH = 5, 2, 12
 SETS: dict[str, dict[str, Any]] = {
     **{name: POLICIES[name] for name in ("zero_offload", "zenflow")},
     "windows": POLICIES["zenflow"] | {"update_interval": 4},
@@ -34,9 +34,9 @@ SETS: dict[str, dict[str, Any]] = {
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Five matrices, two of one shape, and vectors."""
+    """Seven matrices, the last of which are sent together, and vectors."""
     torch.manual_seed(0)
-    sizes = (48, 64, 64, 64, 96, 40)
+    sizes = (48, 64, 64, 64, 96, 40, 16, 16)
     layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).to(dtype)
 
@@ -52,7 +52,7 @@ def train(
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         batch = torch.randn(BATCH, 48, generator=generator).chunk(ranks)[rank].to(next(model.parameters()).dtype)
-        for part in batch.split(2):  # accumulates gradients
+        for part in batch.split(3):  # accumulates gradients
             model(part).float().square().mean().backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -180,7 +180,7 @@ def test_state_has_whole_matrices(two_ranks: RankProcesses, name: str) -> None:
     for index, entry in states[0].items():
         for key, value in entry.items():
             assert all(torch.equal(value, state[index][key]) for state in states[1:])
-    assert all(bool(states[0][index]["momentum_buffer"].any()) for index in range(5))
+    assert all(bool(states[0][index]["momentum_buffer"].any()) for index in range(7))
 
 
 def sharded(rank: int) -> str:
@@ -193,6 +193,168 @@ def sharded(rank: int) -> str:
 
 def test_muon_refuses_sharded_models(two_ranks: RankProcesses) -> None:
     assert all("process_group=" in text for text in two_ranks.call(sharded))
+
+
+# Everything at once.
+
+
+def branched(dtype: torch.dtype) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    shapes = {
+        "a": (32, 32),
+        "b": (32, 32),
+        "frozen": (32, 32),
+        "c": (32, 64),
+        "d": (64, 32),
+        "e": (32, 33),
+        "late": (33, 40),
+    }
+    return nn.ModuleDict({name: nn.Linear(*shape) for name, shape in shapes.items()}).to(dtype)
+
+
+def branched_loss(model: nn.ModuleDict, x: Tensor, step: int) -> Tensor:
+    """Some matrices have no gradient in some steps."""
+    x = torch.tanh(model["a"](x))
+    if step % 3 != 1:
+        x = torch.tanh(model["b"](x))
+    x = torch.tanh(model["frozen"](x))
+    if step % 4 != 2:
+        x = model["d"](torch.tanh(model["c"](x)))
+    loss: Tensor = model["late"](torch.tanh(model["e"](x))).float().square().mean()
+    return loss
+
+
+def everything(
+    rank: int,
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    *,
+    mesh: list[list[int]] | None = None,
+    steps: range = range(9),
+    state: bytes | None = None,
+) -> tuple[Tensor, bytes]:
+    """Two groups of matrices with rates of their own, and one that comes later; weights, and the saved state."""
+    model, ranks = branched(dtype), dist.get_world_size()
+    model["frozen"].weight.requires_grad_(False)
+
+    def group(names: str, lr: float) -> dict[str, Any]:
+        return {"params": [model[name].weight for name in names.split()], "rule": rules.Muon(lr=lr)}
+
+    groups = [
+        group("a d", 0.02),
+        group("b c e frozen", 0.007),
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
+    ranks_of = dist.group.WORLD if mesh is None else DeviceMesh("cpu", mesh)
+    optimizer = ZenFlow(groups, rules.AdamW(eps=1e-4), process_group=ranks_of, min_offload_size=1, workers=1, **options)
+    with optimizer:
+        if state is not None:
+            weights, of_optimizer = torch.load(io.BytesIO(state))
+            optimizer.add_param_group(group("late", 0.01))
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(of_optimizer)
+        for step in steps:
+            if step == 4:
+                optimizer.add_param_group(group("late", 0.01))
+            x = torch.randn(12, 32, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+            branched_loss(model, x.to(dtype), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        file = io.BytesIO()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+    return weights_of(model), file.getvalue()
+
+
+def differing(first: bytes, second: bytes) -> list[tuple[int, str]]:
+    """Entries of two saved states that have other values."""
+    mine, others = (torch.load(io.BytesIO(each))[1]["state"] for each in (first, second))
+    return [
+        (index, key)
+        for index, entry in mine.items()
+        for key in entry.keys() & others[index].keys() - {"plan", "chosen"}
+        if not torch.equal(entry[key], others[index][key])
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["zero_offload", "fp8"])
+def test_groups_that_miss_gradients_and_come_later(three_ranks: RankProcesses, name: str, dtype: torch.dtype) -> None:
+    expected, state = three_ranks.call(everything, SETS[name] | {"policy": "resident"}, dtype)[0]
+    for weights, own in three_ranks.call(everything, SETS[name], dtype):
+        assert torch.equal(weights, expected)
+        assert differing(own, state) == []
+
+
+def test_state_of_three_ranks_loads_into_two(three_ranks: RankProcesses, two_ranks: RankProcesses) -> None:
+    _, state = three_ranks.call(everything, SETS["fp8"], steps=range(7))[0]
+    found = two_ranks.call(everything, SETS["fp8"], steps=range(7, 11), state=state)
+    expected = two_ranks.call(everything, SETS["fp8"] | {"policy": "resident"}, steps=range(7, 11), state=state)
+    assert all(torch.equal(weights, expected[0][0]) for weights, _ in found)
+    assert differing(found[0][1], expected[0][1]) == []
+    for _, again in two_ranks.call(everything, SETS["fp8"], steps=range(7, 7), state=state):
+        assert differing(again, state) == []
+
+
+def test_meshes_of_ranks_in_another_order(four_ranks: RankProcesses) -> None:
+    """An owner is the place in a row of the mesh, and not the number of the rank."""
+    expected, state = four_ranks.call(everything, {"policy": "resident"})[0]
+    for weights, own in four_ranks.call(everything, SETS["zero_offload"], mesh=[[3, 1], [2, 0]]):
+        assert torch.equal(weights, expected)
+        assert differing(own, state) == []
+
+
+def loaded_from_pytorch(rank: int, options: dict[str, Any], state: Any) -> Tensor:
+    model = mlp()
+    with by_muon(model, process_group=dist.group.WORLD, **options) as optimizer:
+        optimizer.load_state_dict(state)
+        train(optimizer, model, rank, 2, steps=range(2))
+    return weights_of(model)
+
+
+def test_ranks_load_states_of_pytorch(two_ranks: RankProcesses) -> None:
+    model = mlp()
+    groups = rules.muon_groups(model, rules.Muon())
+    matrices, vectors = ([param for _, param in group["params"]] for group in groups)
+    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, eps=1e-4)]
+    model(torch.randn(8, 48)).square().mean().backward()
+    for each in optimizers:
+        each.step()
+    first, second = (each.state_dict() for each in optimizers)
+    count = len(matrices)
+    state = {
+        "state": first["state"] | {count + index: entry for index, entry in second["state"].items()},
+        "param_groups": [
+            first["param_groups"][0],
+            second["param_groups"][0] | {"params": [count + index for index in second["param_groups"][0]["params"]]},
+        ],
+    }
+    found = two_ranks.call(loaded_from_pytorch, SETS["zero_offload"], state)
+    expected = two_ranks.call(loaded_from_pytorch, {"policy": "resident"}, state)
+    assert torch.equal(found[0], expected[0])
+    assert not torch.equal(found[0], two_ranks.call(part_of_two, SETS["zero_offload"])[0])
+
+
+def part_of_two(rank: int, options: dict[str, Any]) -> Tensor:
+    """As ``loaded_from_pytorch``, without a state."""
+    model = mlp()
+    with by_muon(model, process_group=dist.group.WORLD, **options) as optimizer:
+        train(optimizer, model, rank, 2, steps=range(2))
+    return weights_of(model)
+
+
+def chosen_policy(rank: int) -> tuple[str, Tensor]:
+    model = mlp()
+    with by_muon(model, process_group=dist.group.WORLD, policy="auto", tokens_per_step=64) as optimizer:
+        train(optimizer, model, rank, 2, steps=range(STEPS))
+        policy = optimizer.engine.plan.policy
+    return policy, weights_of(model)
+
+
+def test_policy_of_ranks_is_chosen(two_ranks: RankProcesses) -> None:
+    (policy, weights), (other, of_other) = two_ranks.call(chosen_policy)
+    assert policy == other
+    assert torch.equal(weights, of_other)
 
 
 # Who has which matrices.

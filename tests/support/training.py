@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zenflow_compile import ZenFlowAdamW
+from zenflow_compile import ZenFlow, ZenFlowAdamW, rules
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}
 
@@ -51,6 +51,16 @@ def take_step(loss: Any, *optimizers: Any) -> None:
         optimizer.zero_grad()
 
 
+def by_adamw(model: nn.Module, **options: Any) -> ZenFlow:
+    return ZenFlowAdamW(model.named_parameters(), **options)
+
+
+def by_muon(model: nn.Module, lr: float, weight_decay: float, **options: Any) -> ZenFlow:
+    """Matrices by Muon, and the others by AdamW with the numbers that are given."""
+    adamw = rules.AdamW(lr=lr, weight_decay=weight_decay)
+    return ZenFlow(rules.muon_groups(model, rules.Muon(lr=0.02)), adamw, **options)
+
+
 @dataclass
 class Training:
     """A model, its optimizer and how it is called.
@@ -58,16 +68,18 @@ class Training:
     Attributes:
         entry: arguments for ``torch.compile``; None to train without it.
         options: of the optimizer, over those that the tests share.
+        make: makes the optimizer.
     """
 
     entry: dict[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     build: Callable[[torch.dtype], nn.Module] = mlp
+    make: Callable[..., Any] = by_adamw
 
     def __post_init__(self) -> None:
         self.model = self.build(self.dtype)
-        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), **{**ADAM, **OFFLOAD_ALL, **self.options})
+        self.optimizer = self.make(self.model, **{**ADAM, **OFFLOAD_ALL, **self.options})
         self.call = torch.compile(self.model, **self.entry) if self.entry else self.model
 
     def loss(self, step: int) -> Tensor:

@@ -172,7 +172,7 @@ def breakdown(each: Forecast, prediction: Prediction) -> Table:
 def exchanged(each: Forecast, prediction: Prediction) -> Table:
     """What the devices send with the options of one policy, a row per way of sharing the work."""
     hardware = prediction.scenario.hardware
-    several, whole = hardware.nodes > 1, prediction.scenario.rule.of_matrix
+    several = hardware.nodes > 1
     rates = f"a device sends {gigabytes(hardware.peer_bandwidth or 0)} GB/s to others of its node"
     if several:
         rates += f" and {gigabytes(hardware.network_bandwidth or 0)} GB/s to other nodes"
@@ -185,7 +185,7 @@ def exchanged(each: Forecast, prediction: Prediction) -> Table:
     for column in ("to devices", *(["to nodes"] if several else []), "to host", "from host", "host"):
         table.add_column(column, justify="right", no_wrap=True)
     for exchange, name in _SHARING.items():
-        if (exchange is Sharing.HYBRID and not several) or (name.startswith("fully_shard") and whole):
+        if exchange not in prediction.exchanges or (exchange is Sharing.HYBRID and not several):
             continue
         sent = prediction.exchanges[exchange]
         of_node = [sent.leaving] if several else []

@@ -11,6 +11,7 @@ from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.planning.plan import (
     GRADIENT_RING,
     MATRIX_SCRATCH,
+    ROUNDING_SCRATCH,
     STACKED_ELEMENTS,
     STREAM_BUFFERS,
     UPLOAD_RING,
@@ -89,9 +90,10 @@ def needs_of(
 
 def _matrix_scratch(plan: Plan) -> int:
     """Of the largest update of matrices that are updated whole."""
-    matrices = [param.numel for param in plan.params if param.rule.of_matrix]
+    matrices = [param for param in plan.params if param.rule.of_matrix]
     stacked = min(STACKED_ELEMENTS, plan.total(lambda param: param.numel if param.rule.of_matrix else 0))
-    return MATRIX_SCRATCH * max((stacked, *matrices))
+    rounded = any(param.moments != "fp32" for param in matrices)
+    return MATRIX_SCRATCH * max((stacked, *(param.numel for param in matrices))) + rounded * ROUNDING_SCRATCH
 
 
 def _selection_bytes(param: ParamPlan) -> int:
@@ -139,9 +141,10 @@ def _rings(plan: Plan) -> int:
 
 
 def _streaming_buffers(plan: Plan, devices: int) -> int:
-    """Buffers for streamed state: of a subgroup a device has an equal share, or a matrix that it updates whole."""
+    """Buffers for streamed state: of a subgroup a device has an equal share, and up to a whole matrix more."""
     matrices = (param.whole_state_bytes for param in plan.params if param.streamed and param.rule.of_matrix)
-    largest = max((*matrices, *(size // devices for size in plan.subgroup_bytes)), default=0)
+    more = max(matrices, default=0)
+    largest = max((min(size, size // devices + more) for size in plan.subgroup_bytes), default=0)
     return min(STREAM_BUFFERS, len(plan.subgroup_bytes)) * largest
 
 

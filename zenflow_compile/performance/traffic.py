@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from zenflow_compile.planning.plan import Plan, dividing_ranks
 from zenflow_compile.planning.planners import divide
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,14 +224,12 @@ def _traffic_of_shares(plan: Plan, ranks: int, nodes: int) -> RankTraffic:
     dividing = dividing_ranks(ranks)
     copies = ranks // dividing  # in a node
     shares = [divide(replace(plan, rank=rank, ranks=dividing, replicas=nodes * copies)) for rank in range(dividing)]
-    largest = max((traffic_of(share) or Traffic() for share in shares), key=lambda each: each.to_host + each.state)
+    of_shares = [traffic_of(share) or Traffic() for share in shares]
     all_reduced = reduced = across = selections = 0
-    gathered = 0.0
+    gathered = float(_streamed_bytes(shares))
     for param in shares[0].params:
         if (share := param.share) is None:  # its gradient is averaged whole on each rank
             all_reduced += param.whole.weight_bytes
-            if param.flat is not None:
-                gathered += param.whole.weight_bytes
             continue
         slice_bytes = param.length * param.dtype.itemsize
         deferred = share.most_slices - share.most_selected
@@ -242,8 +245,18 @@ def _traffic_of_shares(plan: Plan, ranks: int, nodes: int) -> RankTraffic:
         all_reduced=all_reduced,
         reduced=reduced,
         gathered=gathered,
-        to_host=largest.to_host,
-        to_device=largest.to_device,
+        to_host=max(each.to_host for each in of_shares),
+        to_device=max(each.to_device for each in of_shares),
         host_bytes=copies * sum(share.host_bytes for share in shares),
         selection_bytes=_INDEX_BYTES * selections,
     )
+
+
+def _streamed_bytes(shares: Sequence[Plan]) -> int:
+    """Bytes of the weights of streamed parameters that ranks gather: each sends as much as the one that has most."""
+    rows: dict[torch.dtype, list[int]] = {}
+    for rank, share in enumerate(shares):
+        for param in share.params:
+            if param.flat is not None:
+                rows.setdefault(param.dtype, [0] * len(shares))[rank] += param.weight_bytes
+    return len(shares) * sum(map(max, rows.values()))

@@ -46,6 +46,9 @@ MATRIX_SCRATCH = 20
 """Bytes of scratch per element of a matrix that is updated whole, alone: its new momentum, the iterations' result and
 what the rule makes of it, in fp32. A stack of several takes 16."""
 
+ROUNDING_SCRATCH = 112 << 20
+"""Bytes of scratch in which 4M elements of rounded arrays are converted, at a time."""
+
 EXCHANGE_BUFFERS = 4
 """Buffers, on each side, for state that changes sides: a burst of re-selections keeps both copy lanes and the workers
 busy."""
@@ -202,16 +205,18 @@ class FlatShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixShare(FlatShare):
-    """A matrix that is updated whole, by its ``owner``: the other ranks have none of its state."""
+    """A matrix that is updated whole, by its ``owner``, which has all of its elements: others have no rows of it."""
 
     owner: int
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
         rows, columns = self.whole.shape
         return (rows if self.rank == self.owner else 0, columns)
 
     def bounds(self, rank: int) -> range:
+        """The elements of a rank's part."""
         return range(self.whole.numel if rank == self.owner else 0)
 
 

@@ -710,24 +710,23 @@ def divide(plan: Plan) -> Plan:
 
 
 def _owners(plan: Plan) -> dict[int, int]:
-    """The rank that updates each streamed matrix, by its index: all have equal work, in each subgroup, too.
+    """The rank that updates each streamed matrix, by its index: ranks have equal work, to that of about one matrix.
 
-    In each subgroup the largest ones are assigned first, each to the rank that has least to do so far.
+    In each subgroup the largest ones are assigned first, each to the rank that has least of the subgroup, and of these
+    to the one that has least of all.
     """
     work, found = [0.0] * plan.ranks, dict[int, int]()
     for subgroup in plan.streamed_subgroups.values():
-        matrices = [(_work(param.whole), param) for param in subgroup if param.rule.of_matrix]
-        for more, param in sorted(matrices, key=lambda each: -each[0]):
+        matrices = [(param.rule.matrix_flops(*param.whole.shape), param) for param in subgroup if param.rule.of_matrix]
+        here = [0.0] * plan.ranks
+        for flops, param in sorted(matrices, key=lambda each: -each[0]):
             share = param.flat
-            owner = share.owner if isinstance(share, MatrixShare) else work.index(min(work))
-            work[owner] += more
+            ranks = [share.owner] if isinstance(share, MatrixShare) else range(plan.ranks)
+            owner = min(ranks, key=lambda rank: (here[rank], work[rank]))
+            here[owner] += flops
+            work[owner] += flops
             found[param.index] = owner
     return found
-
-
-def _work(matrix: ParamPlan) -> float:
-    """What an update of a matrix takes, in no unit."""
-    return matrix.numel + matrix.rule.matrix_flops(*matrix.shape)
 
 
 def parts_of(whole: ParamPlan, ranks: int) -> int:

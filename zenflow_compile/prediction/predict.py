@@ -56,13 +56,18 @@ class Prediction:
 
     @property
     def exchanges(self) -> dict[Sharing, RankTraffic]:
-        """What the devices send with the options of ``shown``, by way of sharing the work; empty for one device."""
+        """What the devices send with the options of ``shown``, by way of sharing the work; empty for one device.
+
+        Sharded models are left out where matrices are updated whole.
+        """
         hardware = self.scenario.hardware
         if hardware.all_devices == 1:
             return {}
         scenario = replace(self.scenario, recompute=self.shown.recompute)
         plan = node_plan(Options.from_keywords(**self.shown.options), scenario)
-        return {way: rank_traffic(plan, hardware.devices, way, nodes=hardware.nodes) for way in Sharing}
+        refused = (Sharing.SHARDED, Sharing.HYBRID) if scenario.rule.of_matrix else ()
+        ways = [way for way in Sharing if way not in refused]
+        return {way: rank_traffic(plan, hardware.devices, way, nodes=hardware.nodes) for way in ways}
 
     @property
     def exactness(self) -> str | None:

@@ -197,7 +197,7 @@ class Rule(ABC):
         """Return the new weight; ``c`` has the numbers ``of_window``."""
 
     def on_matrices(self, values: Any, options: Any) -> Any:
-        """Return new values ``of_matrix``, of as many matrices [matrices, rows, columns]."""
+        """Return new values ``of_matrix``, of matrices [matrices, rows, columns]; ``values`` are not written."""
         return values
 
     def matrix_flops(self, rows: int, columns: int) -> float:

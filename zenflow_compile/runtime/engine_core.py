@@ -206,6 +206,7 @@ class EngineCore:
                     backward.enter_thread,  # before the refusals of several threads
                     ranks and backward.refuse_concurrent,  # ranks send gradients in one order
                     ranks and ranks.begin_backward,
+                    ranks and weakly(self.hear_unfrozen),
                 ),
                 begin_backward=present(
                     *features("begin_backward"),  # first: the others' work is not the forward's
@@ -238,6 +239,29 @@ class EngineCore:
                 abandon=features("abandon"),
                 close=features("close"),
             )
+
+    def hear_unfrozen(self) -> None:
+        """Have ranks average the gradients of parameters that were frozen before, also of those that have one already.
+
+        They are updated on the device, wherever others are.
+        """
+        for p in self._unheard():
+            self.calls.note_on_device(p)
+
+    def refuse_unheard(self) -> None:
+        """Raise RuntimeError if ranks did not hear of a backward, whose gradients the loop may have clipped already."""
+        for p in self._unheard():
+            raise RuntimeError(
+                f"{self.registry.plan.params[p].name} was unfrozen, and the backward brought gradients of such "
+                "parameters alone, which ranks have not averaged: call optimizer.zero_grad() after requires_grad=True "
+                "is set, and run the backward again"
+            )
+
+    def _unheard(self) -> list[int]:
+        """Parameters that were unfrozen since the last look, and have a gradient that no rank knows of."""
+        if self.claim is None or self.ranks is None:
+            return []
+        return [p for p in self.claim.listen() if self.params[p].grad is not None]
 
     def register(self) -> None:
         """Let the ends of backwards, which ranks make in one order, find this core, which is complete."""

@@ -131,7 +131,7 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
 
 
 def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
-    """Raise ValueError if PyTorch has put moments of torch.optim.AdamW into the state of an optimizer in use.
+    """Raise ValueError if PyTorch has put arrays of its own optimizer into the state of an optimizer in use.
 
     The rest of the state is still that of this moment, and says how many gradients each parameter has taken.
     """
@@ -142,7 +142,7 @@ def _refuse_filled_in(engine: Engine, checked: Checked) -> None:
         raise ValueError(
             f"the state dict has step={int(checked.entries[index]['step'])} for {first.plan.name!r}, which has taken "
             f"{_gradients_taken(first)} gradients, and else this optimizer's own state, as when dcp.load reads the "
-            "state of a torch.optim.AdamW into it: load that before the first step, or by optimizer.load_state_dict()"
+            "state of PyTorch's optimizer into it: load that before the first step, or by optimizer.load_state_dict()"
         )
 
 

@@ -68,10 +68,9 @@ def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
 def _of_all_parts(plan: ParamPlan, flat: FlatShare, own: Tensor, ranks: RankGroup) -> Tensor:
     """[the parameter's shape] from this rank's part of a tensor, and those of the others."""
     whole = torch.empty(plan.whole.shape, dtype=own.dtype)
-    flat.view(whole).copy_(own.flatten())
-    what = f"the state of {plan.whole.name}"
     if isinstance(flat, MatrixShare):
-        ranks.send_on_host(whole, flat.owner, what)
+        flat.view(whole).copy_(own.flatten())
+        ranks.send_on_host(whole, flat.owner, f"the state of {plan.whole.name}")
         return whole
     rows = _gather_rows(plan, own, max(len(flat.bounds(rank)) for rank in range(flat.ranks)), ranks)
     for rank, row in enumerate(rows):

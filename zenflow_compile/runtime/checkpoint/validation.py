@@ -69,8 +69,8 @@ def check_state(engine: Engine, groups: Sequence[Mapping[str, Any]], state: Mapp
     """
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
         raise ValueError(
-            "the state dict is neither of a ZenFlowAdamW nor of torch.optim.AdamW: it must have 'state' and "
-            "'param_groups'; load what state_dict() returned"
+            "the state dict is neither of a ZenFlow or ZenFlowAdamW nor of an optimizer of PyTorch: it must have "
+            "'state' and 'param_groups'; load what state_dict() returned"
         )
     if "zenflow" in state:
         refuse_format(4)
@@ -234,15 +234,15 @@ def _updated_by_pytorch(engine: Engine, index: int, entry: Mapping[str, Any]) ->
     """The entries that the optimizer of PyTorch has updated; the others are older.
 
     Raises:
-        ValueError: an update window held gradients then, which AdamW has not applied.
+        ValueError: an update window held gradients then, which PyTorch's optimizer has not applied.
     """
     plan = engine.plan.params[index]
     entry = plan.rule.from_pytorch(entry)
     part, names = _Part(entry, repr(plan.name)), _entries_of_pytorch(plan.rule)
     if "open" in entry and bool(part.tensor("open").count_nonzero()):
         raise ValueError(
-            f"the state dict was loaded into torch.optim.AdamW with gradients waiting in the update window of "
-            f"{part.name}, which AdamW has not applied: call flush() before the state is saved for AdamW, or keep only "
+            f"the state dict was loaded into an optimizer of PyTorch with gradients waiting in the update window of "
+            f"{part.name}, which it has not applied: call flush() before the state is saved for it, or keep only "
             f"{', '.join(map(repr, names))} of each parameter to go on without these gradients"
         )
     return {key: value for key, value in entry.items() if key in (*names, "max_exp_avg_sq")}

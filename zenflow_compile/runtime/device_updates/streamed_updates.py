@@ -171,10 +171,12 @@ class StreamedUpdates:
                 made = StreamedParam(plan, param, state, offsets)
                 made.state = made.state_in(host)
                 params.append(made)
-            if host.numel() or not subgroups:
+            last = subgroups[-1] if subgroups else None
+            if last is None or (host.numel() and last.host.numel()):
                 subgroups.append(StreamedGroup(number, params, host))
-            else:  # matrices of other ranks, whose steps are counted: a turn without a copy would delay the next one
-                subgroups[-1].params += params
+            else:  # one has matrices of other ranks alone, whose steps are counted: its turn would delay the next copy
+                last.params += params
+                last.host = host if host.numel() else last.host
         return subgroups
 
     def fit(self, subgroups: Sequence[StreamedGroup]) -> None:

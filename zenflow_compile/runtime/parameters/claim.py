@@ -49,6 +49,7 @@ class Claim:
         self._owners: list[Owner] = []
         self._position: dict[int, int] = {}
         self._hooks: dict[int, RemovableHandle] = {}
+        self._unhooked: list[int] = []  # which were frozen
         self._optimizer: weakref.ref[Any] = weakref.ref(optimizer)
         self.serving: weakref.ref[Any] | None = None  # the engine, once it is built
         self.closing: Thread | None = None
@@ -72,6 +73,7 @@ class Claim:
             for param in params:
                 self._position[id(param)] = len(self.params)
                 self._owners.append(Owner())
+                self._unhooked.append(len(self.params))
                 self.params.append(param)
                 param._zenflow_owner = self._owners[-1]  # type: ignore[attr-defined]
             self.listen()
@@ -87,14 +89,21 @@ class Claim:
             if getattr(self.params[p], "_zenflow_owner", None) is self._owners[p]:
                 del self.params[p]._zenflow_owner  # type: ignore[attr-defined]
         del self.params[count:], self._owners[count:]
+        self._unhooked = [p for p in self._unhooked if p < count]
         # Made anew: an interrupt in ``add`` may have left a position without its parameter.
         self._position = {id(param): p for p, param in enumerate(self.params)}
 
-    def listen(self) -> None:
-        """Hook parameters that have no hook yet. A frozen parameter can only be hooked after it is unfrozen."""
-        for p, param in enumerate(self.params):
-            if param.requires_grad and p not in self._hooks:
-                self._hooks[p] = listen_to_grad(param, p, weakref.ref(self))
+    def listen(self) -> list[int]:
+        """Hook parameters that have no hook yet, and return them. Frozen ones can only be hooked after this has ended.
+
+        Hazard: a gradient that such a parameter has already was not told of.
+        """
+        if not (new := [p for p in self._unhooked if self.params[p].requires_grad]):
+            return new
+        for p in new:
+            self._hooks[p] = listen_to_grad(self.params[p], p, weakref.ref(self))
+        self._unhooked = [p for p in self._unhooked if p not in self._hooks]
+        return new
 
     def holds(self, param: Tensor) -> bool:
         position = self._position.get(id(param))

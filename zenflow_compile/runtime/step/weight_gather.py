@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import zip_longest
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from zenflow_compile.planning.plan import FlatShare, MatrixShare, Share
+from zenflow_compile.planning.plan import FlatShare, Share
 from zenflow_compile.runtime.device.device import Device, Stream, Streams
 from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.device_updates.selection import Selection
@@ -170,17 +170,18 @@ class WeightGather:
                 each.fill(row, offset)
             yield list(zip(piece, packing.offsets, strict=True)), row
 
-    def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[list[StreamedParam], Tensor]]:
-        """Fill the rows of streamed parameters in the same way: each rank's parts are next to each other."""
-        ordered = _by_turns(params)
-        sizes = [each.plan.whole.weight_bytes // self._group.size for each in ordered]
-        for piece in cut(ordered, sizes, [each.plan.dtype for each in ordered], self.stream.most_bytes):
-            rows = [RowLayout.of([len(_flat(each).bounds(rank)) for each in piece]) for rank in range(self._group.size)]
-            longest = max(packing.elements for packing in rows)
-            row = torch.zeros(longest, dtype=piece[0].plan.dtype, device=self._device.torch_device)
-            for each, offset in zip(piece, rows[self._group.rank].offsets, strict=True):
-                row[offset : offset + each.plan.numel] = each.weight.detach().flatten()
-            yield piece, row
+    def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[Window, Tensor]]:
+        """Fill the rows of streamed parameters in windows: what a rank has of all of them lies one behind the other."""
+        for dtype in dict.fromkeys(each.plan.dtype for each in params):
+            alike = [each for each in params if each.plan.dtype == dtype]
+            parts = [_places(alike, rank) for rank in range(self._group.size)]
+            longest, most = max(places[-1].stop for places in parts), self.stream.most_bytes // dtype.itemsize
+            for first in range(0, longest, most):
+                window = Window(alike, parts, range(first, min(first + most, longest)))
+                row = torch.zeros(len(window.elements), dtype=dtype, device=self._device.torch_device)
+                for part, in_row in window.of_rank(self._group.rank):
+                    row[in_row] = part
+                yield window, row
 
     def forget(self) -> None:
         """Send all selections again: a state is about to be loaded, behind a gather that an error may have ended."""
@@ -236,26 +237,40 @@ class WeightGather:
         return self._known.get(offloaded.plan.index) is not offloaded.device.selection
 
 
-def _by_turns(params: Sequence[StreamedParam]) -> list[StreamedParam]:
-    """In an order in which what the ranks send together is of nearly one size: each owner's largest matrices first."""
-    of_owner: dict[int, list[StreamedParam]] = {}
-    for each in sorted(params, key=lambda each: -each.plan.whole.weight_bytes):
-        if isinstance(share := each.plan.flat, MatrixShare):
-            of_owner.setdefault(share.owner, []).append(each)
-    turns = (each for turn in zip_longest(*of_owner.values()) for each in turn if each is not None)
-    return [*(each for each in params if not isinstance(each.plan.flat, MatrixShare)), *turns]
+def _places(params: Sequence[StreamedParam], rank: int) -> list[range]:
+    """Where the parts that a rank has of ``params`` are in its row."""
+    ends = accumulate((len(_flat(each).bounds(rank)) for each in params), initial=0)
+    return [range(first, stop) for first, stop in pairwise(ends)]
 
 
-def _write_flat(piece: list[StreamedParam], pending: Pending) -> None:
-    rows = pending.wait(f"the weights of {piece[0].plan.name}, ...")
+class Window(NamedTuple):
+    """``elements`` of the rows in which each rank has its parts of ``params``, which are sent together.
+
+    Attributes:
+        places: of the parts, by rank and parameter.
+    """
+
+    params: Sequence[StreamedParam]
+    places: Sequence[Sequence[range]]
+    elements: range
+
+    def of_rank(self, rank: int) -> Iterator[tuple[Tensor, slice]]:
+        """What is in the window of a rank's parts: views of the weights, and where they are in the window."""
+        window = self.elements
+        for each, place in zip(self.params, self.places[rank], strict=True):
+            first, stop = max(place.start, window.start), min(place.stop, window.stop)
+            if first < stop:
+                part = _flat(each).view(each.param.data, rank)
+                yield part[first - place.start : stop - place.start], slice(first - window.start, stop - window.start)
+
+
+def _write_flat(window: Window, pending: Pending) -> None:
+    rows = pending.wait(f"the weights of {window.params[0].plan.name}, ...")
+    own = _flat(window.params[0]).rank
     for rank, row in enumerate(rows):
-        offset = 0
-        for streamed in piece:
-            flat = _flat(streamed)
-            part = flat.view(streamed.param.data, rank)
-            if rank != flat.rank:
-                part.copy_(row[offset : offset + part.numel()])
-            offset += part.numel()
+        if rank != own:
+            for part, in_row in window.of_rank(rank):
+                part.copy_(row[in_row])
 
 
 def _flat(streamed: StreamedParam) -> FlatShare:
