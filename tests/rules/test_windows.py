@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
+from typing import Any
 
 import pytest
 import torch
 
-from zenflow_compile import rules
+from zenflow_compile import ZenFlow, rules
 from zenflow_compile.rules import Rule
+from zenflow_compile.rules.rule import named
+from zenflow_compile.rules.sgd import _stable_rate
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
@@ -75,3 +79,51 @@ def test_radam_moves_at_the_sum_of_the_rates() -> None:
     moved = 0.3 * first / (1 - 0.9**40) * of_length * math.sqrt(1 - kept) / (math.sqrt(second) + 1e-8)
     found = after(rules.RAdam(lr=0.1, betas=(0.9, 0.99)), 3.0, [0.4, 0.3], 40)
     assert found == pytest.approx([3.0 - moved, first, second], rel=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("rule", [rules.SGD(lr=1.0), rules.NesterovSGD(lr=1.0)], ids=lambda rule: type(rule).__name__)
+def test_stable_rates_are_those_of_the_rule(rule: rules.SGD, momentum: float, steps: int) -> None:
+    """A quadratic shrinks just below the rate, and grows just above it, by the rule's own functions."""
+    options = rule.initial._replace(momentum=momentum)
+
+    def size(rate: float) -> float:
+        weight, buffer = 1.0, 0.0
+        numbers = rule.gradient_numbers(options, 2)
+        for _ in range(4000):
+            moves, first = 0.0, weight
+            for _ in range(steps):
+                state = named(rule.values, (buffer, moves))
+                buffer, moves = rule.accumulate(first, state, rate * first, named(rule.of_gradient, numbers))
+            weight = rule.apply(first, named(rule.values, (buffer, moves)), None)
+            if abs(weight) > 1e6:
+                break
+        return abs(weight) + abs(buffer)
+
+    limit = _stable_rate(momentum, steps, isinstance(rule, rules.NesterovSGD))
+    assert size(0.95 * limit) < 1e-3
+    assert size(1.05 * limit) > 1e3
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "share"),
+    [
+        (rules.SGD(momentum=0.9), {}, "1.9%"),
+        (rules.SGD(momentum=0.9), {"update_interval": (1, 8)}, "0.9%"),
+        (rules.SGD(momentum=0.9), {"update_interval": 1}, None),
+        (rules.SGD(momentum=0.9), {"policy": "zero_offload"}, None),
+        (rules.SGD(momentum=0.0), {}, None),
+        (rules.NesterovSGD(momentum=0.9), {}, None),
+        (rules.Muon(), {}, None),
+        (rules.AdamW(), {}, None),
+    ],
+)
+def test_windows_of_momentum_are_warned_of(rule: rules.Rule, options: dict[str, Any], share: str | None) -> None:
+    param = torch.nn.Parameter(torch.randn(64, 64))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ZenFlow([param], rule, **options).close()
+    texts = [str(each.message) for each in caught if "stable up to" in str(each.message)]
+    assert len(texts) == (share is not None)
+    assert all(f"stable up to {share} of the rate" in text for text in texts)

@@ -204,6 +204,10 @@ class Rule(ABC):
         """FLOPs of ``on_matrices`` for one of them."""
         return 0.0
 
+    def stable_share(self, momentum: float, steps: int) -> float:
+        """Share of its largest stable rate that update windows leave, on a quadratic; 1 if rates are not bounded so."""
+        return 1.0
+
     @property
     def values(self) -> tuple[str, ...]:
         """Names of what ``state`` has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ class SGD(Rule):
     arrays: ClassVar[tuple[Array, ...]] = (Array("momentum_buffer"),)
     window = ("moves",)
     switches: ClassVar[Mapping[str, str]] = {"nesterov": "NesterovSGD"}
+    _looks_ahead = False
     of_gradient: ClassVar[tuple[str, ...]] = ("momentum", "rest", "weight_decay", "lr", "of_momentum", "of_gradient")
     of_window = ()
 
@@ -30,6 +32,9 @@ class SGD(Rule):
     def from_pytorch(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """PyTorch counts no steps: a buffer has had a gradient."""
         return counted(entry, "momentum_buffer")
+
+    def stable_share(self, momentum: float, steps: int) -> float:
+        return _stable_rate(momentum, steps, self._looks_ahead) / _stable_rate(momentum, 1, self._looks_ahead)
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         """Where ``momentum`` is 0, the buffer stays, and the gradient alone moves the weight."""
@@ -56,6 +61,7 @@ class NesterovSGD(SGD):
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0}
     switches: ClassVar[Mapping[str, str]] = {"dampening": "SGD"}
     fixed = MappingProxyType({"nesterov": True})
+    _looks_ahead = True
 
     def gradient_numbers(self, options: Any, count: int) -> tuple[float, ...]:
         momentum, is_used = options.momentum, options.momentum != 0.0
@@ -76,3 +82,24 @@ class PlainSGD(SGD):
 
     def accumulate(self, weight: Any, state: Any, gradient: Any, c: Any) -> tuple[Any, ...]:
         return (state.moves + c.lr * (gradient + c.weight_decay * weight),)
+
+
+def _stable_rate(momentum: float, steps: int, looks_ahead: bool) -> float:
+    """The largest rate, times the curvature of a quadratic, at which windows of so many steps do not diverge.
+
+    Over a window weight and buffer change by a 2 x 2 matrix, whose eigenvalues are inside of the unit circle where
+    1 + trace + determinant > 0 and determinant < 1 (Jury's criterion).
+    """
+    kept, taken = 1.0, 0.0  # of the buffer in front of the window, and of the gradient, in the buffer
+    from_buffer = from_gradient = 0.0  # likewise, in the move
+    for _ in range(steps):
+        kept, taken = momentum * kept, momentum * taken + 1.0
+        from_buffer += momentum * kept if looks_ahead else kept
+        from_gradient += momentum * taken + 1.0 if looks_ahead else taken
+    crossed, direct = taken * from_buffer, from_gradient
+    oscillates = direct * (1.0 + kept) - crossed
+    grows = crossed - direct * kept
+    return min(
+        2.0 * (1.0 + kept) / oscillates if oscillates > 0.0 else math.inf,
+        (1.0 - kept) / grows if grows > 0.0 else math.inf,
+    )
