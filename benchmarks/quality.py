@@ -304,22 +304,27 @@ class Difference:
 def table(rows: Sequence[dict[str, Any]], task: str, measure: str, where: str) -> Table:
     """One row per rule of what is known of a task's measure; a rule counts on the seeds that the reference has, too.
 
+    Where it has none, means stand alone.
+
     Args:
         rows: of one device; where: its name.
     """
     found = {(row["rule"], row["seed"]): row for row in rows if row["task"] == task}
+    compared = any(rule == REFERENCE for rule, _ in found)
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=f"{task}: {measure}, {where}")
     made.add_column("rule")
     for heading in ("seeds", "mean", "less AdamW", "95% over items", "over seeds"):
         made.add_column(heading, justify="right")
     scale, form = (100, "{:.2f}%") if measure == "accuracy" else (1, "{:.4f}")
     for rule in (*RULES, *OTHERS, DEEPSPEED):
-        mine = [row for (name, seed), row in found.items() if name == rule and (REFERENCE, seed) in found]
+        mine = [
+            row for (name, seed), row in found.items() if name == rule and (not compared or (REFERENCE, seed) in found)
+        ]
         if not mine:
             continue
         mean = statistics.fmean(statistics.fmean(row["scores"][measure]) for row in mine)
         cells = [str(len(mine)), form.format(scale * mean)]
-        if rule != REFERENCE:
+        if rule != REFERENCE and compared:
             pairs = [(row["scores"][measure], found[REFERENCE, row["seed"]]["scores"][measure]) for row in mine]
             less = Difference.of(pairs)
             signed = form.replace("{:", "{:+")

@@ -15,6 +15,12 @@ from zenflow_compile.runtime.host.workers import Job
 
 IN_EVERY_RUN = 4  # sites of each scenario and phase
 SECONDS = 30.0  # a trial takes less than two
+FAILING = [
+    (scenario, phase)
+    for scenario in SCENARIOS
+    for phase in PHASES
+    if not (scenario == BY_MUON and phase != "train")  # its state is loaded and closed as that of "streamed"
+]
 
 
 def tried(process: SimulatedProcess, trial: Trial, targets: Sequence[Target]) -> dict[Target, str]:
@@ -40,8 +46,7 @@ def wrong(found: dict[Target, str]) -> dict[Target, str]:
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(("scenario", "phase"), FAILING)
 def test_some_failed_calls_are_harmless(simulated: SimulatedProcess, scenario: str, phase: str, device: str) -> None:
     trial = Trial(scenario, "hooks", phase, device)
     sites, _ = simulated.call(targets_of, trial)
@@ -75,9 +80,8 @@ def test_trials_find_a_job_without_an_end(simulated: SimulatedProcess) -> None:
 @pytest.mark.long(100)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("entry", ["hooks", "graph"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(("scenario", "phase"), FAILING)
 def test_every_failed_call_is_harmless(
     simulated: SimulatedProcess, scenario: str, entry: str, phase: str, device: str
 ) -> None:
@@ -90,7 +94,7 @@ INTERRUPTED = [
     for scenario in SCENARIOS
     for entry in ("hooks", "graph", "backward")
     for phase in ("train", "close")
-    if not (scenario == BY_MUON and entry == "backward")  # that optimizer has one rule
+    if not (scenario == BY_MUON and (entry == "backward" or phase == "close"))  # that optimizer has one rule
 ]
 
 

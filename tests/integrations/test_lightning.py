@@ -315,7 +315,9 @@ def test_plateau_scheduler_and_rate_monitor(entry: str, tmp_path: Path) -> None:
         trainer = new_trainer(logger=logger, max_epochs=4, log_every_n_steps=1, callbacks=[LearningRateMonitor("step")])
         trainer.fit(module, loader(), loader())
     rates, expected = (
-        re.findall(r"\d\.?\d*(?:e-\d+)?", (tmp_path / str(number) / "lightning_logs/version_0/metrics.csv").read_text())
+        re.findall(
+            r"\d+\.?\d*(?:e-\d+)?", (tmp_path / str(number) / "lightning_logs/version_0/metrics.csv").read_text()
+        )
         for number in (1, 0)
     )
     assert [float(rate) for rate in rates] == pytest.approx([float(rate) for rate in expected], rel=1e-5)
