@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import interleaved, option_parser
 from tests.support.aten_updates import aten_update
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.host.host_kernel import WindowUpdate
@@ -117,6 +120,63 @@ class Link:
             make(copy)
 
         vars(lane).update(_hand_over=noted, _make=copy_over_link)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of a comparison: ``seconds`` per operation of the device, ``steps`` per turn."""
+
+    layers: int
+    seconds: float
+    steps: int
+    rounds: int
+
+
+def link_settings(
+    name: str, doc: str | None, arguments: Sequence[str] | None, *, milliseconds: float
+) -> tuple[Settings, Path]:
+    """Parse the arguments of benchmark ``name``, which emulates a link; and the path of its results."""
+    parser = option_parser(name, doc or "", rounds=3)
+    parser.add_argument("--steps", type=int, default=4, help="measured per turn (%(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=milliseconds, help="of each operation (%(default)s)")
+    parser.add_argument("--layers", type=int, default=32, help="(%(default)s)")
+    given = parser.parse_args(arguments)
+    return Settings(given.layers, given.milliseconds / 1e3, given.steps, given.rounds), given.out
+
+
+class _Turn(Protocol):
+    @property
+    def step_ms(self) -> float: ...
+
+
+_T = TypeVar("_T", bound=_Turn, covariant=True)
+
+
+class Trainer(Protocol[_T]):
+    """Trains some steps in a turn, and returns the means of its times."""
+
+    def turn(self, steps: int) -> _T: ...
+
+    def weights(self) -> list[Tensor]: ...
+
+
+def take_turns(
+    trainers: Mapping[str, Trainer[_T]], given: Settings
+) -> tuple[dict[str, list[_T]], dict[str, list[float]], dict[str, bool]]:
+    """Let trainers take turns. Returns the turns of each, their step times, and whether weights are those of the first.
+
+    No round warms up: the trainers leave the first step of each turn out.
+    """
+    turns: dict[str, list[_T]] = {name: [] for name in trainers}
+
+    def take(name: str) -> float:
+        turns[name].append(trainers[name].turn(given.steps))
+        return turns[name][-1].step_ms
+
+    steps = interleaved(given.rounds, {name: partial(take, name) for name in trainers}, warm_up=0)
+    weights = {name: trainer.weights() for name, trainer in trainers.items()}
+    first = next(iter(weights.values()))
+    return turns, steps, {name: all(map(torch.equal, each, first)) for name, each in weights.items()}
 
 
 class SlowHost:

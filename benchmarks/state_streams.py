@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,8 +30,8 @@ from rich.table import Table
 from torch import Tensor
 
 import zenflow_compile as zf
-from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
-from benchmarks.emulated import EmulatedModel, Link
+from benchmarks.common import Spread, Target, ratios, write_results
+from benchmarks.emulated import EmulatedModel, Link, Settings, link_settings, take_turns
 from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import STREAM_BUFFERS
 from zenflow_compile.rules import Muon
@@ -59,16 +58,6 @@ class EmulatedMuon(Muon):
     def on_matrices(self, values: Tensor, options: Any) -> Tensor:
         time.sleep(self.seconds * len(values))
         return values
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Of a comparison: ``seconds`` per operation of the device, ``steps`` per turn."""
-
-    layers: int
-    seconds: float
-    steps: int
-    rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,22 +157,14 @@ def compare(iterations: float, given: Settings) -> list[dict[str, Any]]:
 
 def compare_at(trainers: Mapping[str, Trainer], given: Settings) -> list[dict[str, Any]]:
     """The rows of one bandwidth."""
-    turns: dict[str, list[Turn]] = {run: [] for run in trainers}
-
-    def take_turn(run: str) -> float:
-        turns[run].append(trainers[run].turn(given.steps))
-        return turns[run][-1].step_ms
-
-    # No round to warm up: each turn begins with a step that is not measured.
-    steps = interleaved(given.rounds, {run: partial(take_turn, run) for run in trainers}, warm_up=0)
-    weights = {run: trainer.weights() for run, trainer in trainers.items()}
+    turns, steps, equal = take_turns(trainers, given)
     return [
         {
             "run": run,
             "step_ms": Spread.of(steps[run]).row(),
             "step_over_on_device": Spread.of(ratios(steps[run], steps["on device"])).row(),
             "stall_share": Spread.of([turn.stall_ms / turn.step_ms for turn in of_run]).row(),
-            "weights_bitwise_equal": all(map(torch.equal, weights[run], weights["on device"])),
+            "weights_bitwise_equal": equal[run],
         }
         for run, of_run in turns.items()
     ]
@@ -203,15 +184,10 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the emulation; exits with 1 if a claim does not hold."""
-    parser = option_parser("state_streams", __doc__, rounds=3)
-    parser.add_argument("--steps", type=int, default=4, help="measured per turn (%(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=4.0, help="of each operation (%(default)s)")
-    parser.add_argument("--layers", type=int, default=32, help="(%(default)s)")
-    given = parser.parse_args(arguments)
-    settings = Settings(given.layers, given.milliseconds / 1e3, given.steps, given.rounds)
+    settings, out = link_settings("state_streams", __doc__, arguments, milliseconds=4.0)
     torch.set_num_threads(1)
     console = Console()
-    table = Table(title=f"{given.layers} layers; device and link are emulated", padding=0)
+    table = Table(title=f"{settings.layers} layers; device and link are emulated", padding=0)
     for name in ("iterations", "copies", "run", "step ms", "of on device", "stall", "link", "weights"):
         table.add_column(name, justify="left" if name in ("run", "weights") else "right")
     rows = [row for iterations in ITERATIONS for row in compare(iterations, settings)]
@@ -229,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table)
     found = targets(rows)
     console.print(*map(str, found), sep="\n", highlight=False)
-    console.print(f"wrote {write_results('state_streams', rows, out=given.out, seed=0, targets=found)}")
+    console.print(f"wrote {write_results('state_streams', rows, out=out, seed=0, targets=found)}")
     return 0 if all(target.met for target in found) else 1
 
 

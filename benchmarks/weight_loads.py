@@ -23,7 +23,6 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ from rich.table import Table
 from torch import Tensor
 
 import zenflow_compile as zf
-from benchmarks.common import Spread, Target, interleaved, option_parser, ratios, write_results
-from benchmarks.emulated import EmulatedModel, Link
+from benchmarks.common import Spread, Target, ratios, write_results
+from benchmarks.emulated import EmulatedModel, Link, Settings, link_settings, take_turns
 from zenflow_compile.runtime.device.thread_lane import INLINE_BYTES, ThreadLane
 from zenflow_compile.runtime.parameters.host_values import Staged
 from zenflow_compile.timeline import COMPUTE
@@ -52,16 +51,6 @@ _FILL = (COMPUTE, "load")
 
 # The lane's thread makes larger copies: those of the calling thread would not be asynchronous.
 assert 4 * WIDTH * WIDTH * (1 - TOPK_RATIO) > INLINE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Of a comparison: ``seconds`` per operation of the device, ``steps`` per turn."""
-
-    layers: int
-    seconds: float
-    steps: int
-    rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +204,7 @@ def compare(policy: str, given: Settings) -> list[dict[str, Any]]:
 
 def compare_at(copies_ms: float, trainers: Mapping[str, Trainer], given: Settings) -> list[dict[str, Any]]:
     """The rows of one bandwidth, with which the copies of a step take ``copies_ms``."""
-    turns: dict[str, list[Turn]] = {run: [] for run in trainers}
-
-    def take_turn(run: str) -> float:
-        turns[run].append(trainers[run].turn(given.steps))
-        return turns[run][-1].step_ms
-
-    # No round to warm up: each turn begins with a step that is not measured.
-    steps = interleaved(given.rounds, {run: partial(take_turn, run) for run in trainers}, warm_up=0)
-    weights = {run: trainer.weights() for run, trainer in trainers.items()}
+    turns, steps, equal = take_turns(trainers, given)
     rows = []
     for run, of_run in turns.items():
         link = [0.0 if run == "on device" else turn.link_ms(given.layers, copies_ms) for turn in of_run]
@@ -242,7 +223,7 @@ def compare_at(copies_ms: float, trainers: Mapping[str, Trainer], given: Setting
                 "copies_ms": 0.0 if run == "on device" else round(copies_ms, 2),
                 "loads_per_step": statistics.mean(turn.loads for turn in of_run),
                 "loads_ahead_per_step": statistics.mean(turn.ahead for turn in of_run),
-                "weights_bitwise_equal": all(map(torch.equal, weights[run], weights["on device"])),
+                "weights_bitwise_equal": equal[run],
             }
         )
     return rows
@@ -268,15 +249,10 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the emulation; exits with 1 if a claim does not hold."""
-    parser = option_parser("weight_loads", __doc__, rounds=3)
-    parser.add_argument("--steps", type=int, default=INTERVAL, help="measured per turn (%(default)s)")
-    parser.add_argument("--milliseconds", type=float, default=2.5, help="of each operation (%(default)s)")
-    parser.add_argument("--layers", type=int, default=32, help="(%(default)s)")
-    given = parser.parse_args(arguments)
-    settings = Settings(given.layers, given.milliseconds / 1e3, given.steps, given.rounds)
+    settings, out = link_settings("weight_loads", __doc__, arguments, milliseconds=2.5)
     torch.set_num_threads(1)
     console = Console()
-    table = Table(title=f"{given.layers} layers; device and link are emulated", padding=0)
+    table = Table(title=f"{settings.layers} layers; device and link are emulated", padding=0)
     for name in ("policy", "copies", "run", "step ms", "stall", "link", "loads", "ahead", "weights"):
         table.add_column(name, justify="left" if name in ("policy", "run", "weights") else "right")
     rows = [row for policy in POLICIES for row in compare(policy, settings)]
@@ -295,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table)
     found = targets(rows)
     console.print(*map(str, found), sep="\n", highlight=False)
-    console.print(f"wrote {write_results('weight_loads', rows, out=given.out, seed=0, targets=found)}")
+    console.print(f"wrote {write_results('weight_loads', rows, out=out, seed=0, targets=found)}")
     return 0 if all(target.met for target in found) else 1
 
 

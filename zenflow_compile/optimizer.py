@@ -35,7 +35,7 @@ from zenflow_compile.runtime.sharding import refuse_replaced_by_shards, refuse_s
 from zenflow_compile.torch_internals import torch_private
 from zenflow_compile.weight_readers import adapt_known_readers
 
-_LITTLE = 0.1  # windows of momentum that leave less of the stable rates are warned of
+_LEAST_STABLE_SHARE = 0.1  # of the rates at which momentum is stable; a warning tells of update windows that leave less
 _NOT_WRITABLE = (
     "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; create a new optimizer to "
     f"start with new moments, or, {TO_CHANGE_STATE}"
@@ -120,29 +120,11 @@ class ZenFlow(torch.optim.Optimizer):
         if not params:
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         check_devices(params, params[0].device)
-        self._warn_of_windows(given)
+        _warn_of_windows(self.param_groups, self.rules, given)
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
         self._lazy_engine = LazyEngine(self, given, self.rules, _backward_ended, ranks)
         adapt_known_readers()
-
-    def _warn_of_windows(self, given: Options) -> None:
-        """Warn if update windows leave little of the rates at which momentum is stable."""
-        steps = given.longest_window if given.policy == "zenflow" else 1
-        shares = {
-            (type(rule).__name__, group.get("momentum", 0.0)): rule.stable_share(
-                float(group.get("momentum", 0.0)), steps
-            )
-            for group, rule in zip(self.param_groups, self.rules, strict=True)
-        }
-        for (kind, momentum), share in shares.items():
-            if momentum and share < _LITTLE:
-                warnings.warn(
-                    f"{kind} with momentum={momentum:g} in update windows of up to {steps} steps is stable up to "
-                    f"{share:.1%} of the rate that it has without windows: momentum goes on by gradients of weights "
-                    "that have not moved. Pass update_interval=1, a lower lr, or less momentum",
-                    stacklevel=user_stacklevel(),
-                )
 
     @property
     def options(self) -> Options:
@@ -308,7 +290,6 @@ class ZenFlow(torch.optim.Optimizer):
             return loss
         engine = lazy.engine
         engine.check_parameters()
-        engine.core.refuse_unheard()
         if not engine.run_step() and not engine.core.used:
             self._warn_of_no_gradient()
         return loss
@@ -327,7 +308,6 @@ class ZenFlow(torch.optim.Optimizer):
                 decay.
         """
         self._lazy_engine.check_open()
-        self._lazy_engine.claim.listen()
         super().zero_grad(set_to_none)
         if (engine := self._lazy_engine.built) is not None:
             engine.intake.discard()
@@ -576,6 +556,21 @@ def _backward_ended(optimizer: ZenFlow) -> None:
     if engine.backward.count >= (optimizer.options.gradient_accumulation_steps or 1) and engine.steps.has_gradients:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _warn_of_windows(groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule], given: Options) -> None:
+    """Warn if update windows leave little of the rates at which a rule's momentum is stable."""
+    steps = given.longest_window if given.policy == "zenflow" else 1
+    pairs = [(float(group.get("momentum", 0.0)), rule) for group, rule in zip(groups, rules, strict=True)]
+    shares = {(type(rule).__name__, momentum): rule.stable_share(momentum, steps) for momentum, rule in pairs}
+    for (kind, momentum), share in shares.items():
+        if momentum and share < _LEAST_STABLE_SHARE:
+            warnings.warn(
+                f"{kind} with momentum={momentum:g} in update windows of up to {steps} steps is stable up to "
+                f"{share:.1%} of the rate that it has without windows: momentum goes on by gradients of weights "
+                "that have not moved. Pass update_interval=1, a lower lr, or less momentum",
+                stacklevel=user_stacklevel(),
+            )
 
 
 def _check_rule(rule: object) -> None:

@@ -15,7 +15,6 @@ import zenflow_compile as zf
 from tests.exactness.test_rules import EPS, OFFLOAD, POLICIES, WINDOWS
 from tests.support.new_memory import NewMemory
 from zenflow_compile import rules
-from zenflow_compile.planning.plan import MATRIX_SCRATCH
 from zenflow_compile.planning.planners import ParamSpec, ShardedBy, check_matrices
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, update_on_device
@@ -143,7 +142,7 @@ def test_updates_take_the_scratch_that_is_planned(dtype: torch.dtype, shape: tup
         with NewMemory() as memory:
             update_on_device(updates, StepCoefficients(rule.initial, Number.known(1.0), rule))
         assert all(bool(state.arrays[0].any()) for _, _, state in updates)
-        assert memory.most_bytes <= (MATRIX_SCRATCH if together == 1 else 16) * together * params[0].numel() + 64
+        assert memory.most_bytes <= (rule.matrix_scratch if together == 1 else 16) * together * params[0].numel() + 64
 
 
 def test_gradients_of_zero_decay_alone() -> None:

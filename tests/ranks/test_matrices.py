@@ -397,7 +397,7 @@ def test_work_is_level(parts: int) -> None:
     assert max(buffers) <= max(sum(each) / RANKS + max(each) for each in subgroups)
 
 
-def test_parameters_that_come_later_leave_owners_as_they_are() -> None:
+def test_owners_stay_when_parameters_come_later() -> None:
     """On a rank that knows its own parts alone."""
     first, all_parts = plan_of(0, 3, stop=1), plan_of(0, 3)
     owners = owners_of(first)

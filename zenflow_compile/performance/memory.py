@@ -10,7 +10,6 @@ from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shape import ModelShape
 from zenflow_compile.planning.plan import (
     GRADIENT_RING,
-    MATRIX_SCRATCH,
     ROUNDING_SCRATCH,
     STACKED_ELEMENTS,
     STREAM_BUFFERS,
@@ -89,11 +88,12 @@ def needs_of(
 
 
 def _matrix_scratch(plan: Plan) -> int:
-    """Of the largest update of matrices that are updated whole."""
+    """Bytes of device scratch of the largest update of a rule of matrices."""
     matrices = [param for param in plan.params if param.rule.of_matrix]
     stacked = min(STACKED_ELEMENTS, plan.total(lambda param: param.numel if param.rule.of_matrix else 0))
     rounded = any(param.moments != "fp32" for param in matrices)
-    return MATRIX_SCRATCH * max((stacked, *(param.numel for param in matrices))) + rounded * ROUNDING_SCRATCH
+    largest = max((param.rule.matrix_scratch * max(stacked, param.numel) for param in matrices), default=0)
+    return largest + rounded * ROUNDING_SCRATCH
 
 
 def _selection_bytes(param: ParamPlan) -> int:

@@ -40,14 +40,10 @@ STREAM_BUFFERS = 3
 """Device buffers for streamed state: one subgroup is copied in, one is updated, one is written back."""
 
 STACKED_ELEMENTS = 1 << 24
-"""Most elements of matrices that are updated whole, and together."""
-
-MATRIX_SCRATCH = 20
-"""Bytes of scratch per element of a matrix that is updated whole, alone: its new momentum, the iterations' result and
-what the rule makes of it, in fp32. A stack of several takes 16."""
+"""Most elements of matrices that a rule of matrices updates together, unless one matrix has more."""
 
 ROUNDING_SCRATCH = 112 << 20
-"""Bytes of scratch in which 4M elements of rounded arrays are converted, at a time."""
+"""Bytes of device scratch for the conversion of rounded state: 4M elements are converted at a time."""
 
 EXCHANGE_BUFFERS = 4
 """Buffers, on each side, for state that changes sides: a burst of re-selections keeps both copy lanes and the workers
@@ -202,6 +198,10 @@ class FlatShare:
         # Hazard: a part of a weight must be a view. ``StreamedUpdates.check_weights`` refuses those that are copies.
         return tensor.reshape(-1)[part.start : part.stop]
 
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View this rank's part in its own ``shape``."""
+        return self.view(tensor).view(self.shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixShare(FlatShare):
@@ -314,10 +314,6 @@ class ParamPlan:
         """The plan of the whole parameter, of which this may be a rank's part."""
         divided = self.share or self.flat or self.shard
         return self if divided is None else divided.whole
-
-    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of the parameter's shape, if ranks divide a streamed parameter: a view of it."""
-        return tensor if self.flat is None else self.flat.view(tensor).view(self.shape)
 
     @property
     def of_weight(self) -> ParamPlan:

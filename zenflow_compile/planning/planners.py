@@ -710,10 +710,10 @@ def divide(plan: Plan) -> Plan:
 
 
 def _owners(plan: Plan) -> dict[int, int]:
-    """The rank that updates each streamed matrix, by its index: ranks have equal work, to that of about one matrix.
+    """Assign each streamed matrix to the rank that updates it, by its index; the work of ranks differs by one matrix.
 
-    In each subgroup the largest ones are assigned first, each to the rank that has least of the subgroup, and of these
-    to the one that has least of all.
+    In each subgroup, the largest matrices are assigned first. A matrix goes to the rank with the least work in the
+    subgroup; among equal ones, to the rank with the least work in all subgroups.
     """
     work, found = [0.0] * plan.ranks, dict[int, int]()
     for subgroup in plan.streamed_subgroups.values():

@@ -55,7 +55,7 @@ def update_matrices_(rule: Rule, values: Sequence[list[Tensor]], options: Any) -
     at = rule.values.index(rule.of_matrix)
     matrices = [each.pop(at) for each in values]
     stack = torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
-    del matrices  # half of what iterations on a stack need
+    del matrices  # frees them while the iterations run
     for each, matrix in zip(values, rule.on_matrices(stack, options), strict=True):
         each.insert(at, matrix)
 

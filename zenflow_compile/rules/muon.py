@@ -29,6 +29,8 @@ class Muon(Rule):
     arrays: ClassVar[tuple[Array, ...]] = (Array("momentum_buffer"),)
     window = ("direction",)
     of_matrix: ClassVar[str] = "direction"
+    # In fp32 the new momentum and the direction, and three temporaries of ``apply``; stacks of matrices take 16.
+    matrix_scratch: ClassVar[int] = 20
     of_gradient: ClassVar[tuple[str, ...]] = ("rest", "of_nesterov")
     of_window = ("decay", "rate")
 

@@ -67,6 +67,7 @@ class Rule(ABC):
         window: names of the values that live until ``apply``.
         of_matrix: the one of them that ``on_matrices`` changes between the last ``accumulate`` and ``apply``; its
             parameters are matrices, which the device updates whole in each step. "": there is none.
+        matrix_scratch: bytes of device scratch that an update takes per element of such a matrix.
         arguments: names of what the constructor takes besides numbers. fixed: their values, which groups cannot change.
         of_gradient, of_window: names of the numbers that ``accumulate`` and ``apply`` take.
     """
@@ -79,6 +80,7 @@ class Rule(ABC):
     arrays: ClassVar[tuple[Array, ...]]
     window: ClassVar[tuple[str, ...]] = ()
     of_matrix: ClassVar[str] = ""
+    matrix_scratch: ClassVar[int] = 0
     arguments: ClassVar[tuple[str, ...]] = ()
     fixed: Mapping[str, Any] = MappingProxyType({})
     of_gradient: ClassVar[tuple[str, ...]]

@@ -85,13 +85,13 @@ class PlainSGD(SGD):
 
 
 def _stable_rate(momentum: float, steps: int, looks_ahead: bool) -> float:
-    """The largest rate, times the curvature of a quadratic, at which windows of so many steps do not diverge.
+    """Return the largest stable rate, times the curvature of a quadratic, with update windows of so many steps.
 
-    Over a window weight and buffer change by a 2 x 2 matrix, whose eigenvalues are inside of the unit circle where
-    1 + trace + determinant > 0 and determinant < 1 (Jury's criterion).
+    An update window multiplies weight and momentum buffer by a 2 x 2 matrix. Its eigenvalues are inside the unit circle
+    if 1 + trace + determinant > 0 and determinant < 1 (Jury's criterion).
     """
-    kept, taken = 1.0, 0.0  # of the buffer in front of the window, and of the gradient, in the buffer
-    from_buffer = from_gradient = 0.0  # likewise, in the move
+    kept, taken = 1.0, 0.0  # factors of the old buffer and of the gradient, in the new buffer
+    from_buffer = from_gradient = 0.0  # the same factors, in the move of the weight
     for _ in range(steps):
         kept, taken = momentum * kept, momentum * taken + 1.0
         from_buffer += momentum * kept if looks_ahead else kept

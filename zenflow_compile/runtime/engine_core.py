@@ -199,6 +199,8 @@ class EngineCore:
                 enter=enter,
                 enter_ahead=present(order and order.follow_step),
                 use_memory=use_memory,
+                enter_step=present(*use_memory, ranks and weakly(self.refuse_unaveraged)),
+                discard=present(ranks and weakly(self.find_unaveraged)),
                 enter_backward=present(
                     *enter,  # first: the others queue work
                     *use_memory,  # before all that reads the device's state
@@ -206,7 +208,7 @@ class EngineCore:
                     backward.enter_thread,  # before the refusals of several threads
                     ranks and backward.refuse_concurrent,  # ranks send gradients in one order
                     ranks and ranks.begin_backward,
-                    ranks and weakly(self.hear_unfrozen),
+                    ranks and weakly(self.average_unfrozen),
                 ),
                 begin_backward=present(
                     *features("begin_backward"),  # first: the others' work is not the forward's
@@ -240,28 +242,28 @@ class EngineCore:
                 close=features("close"),
             )
 
-    def hear_unfrozen(self) -> None:
-        """Have ranks average the gradients of parameters that were frozen before, also of those that have one already.
+    def find_unaveraged(self) -> list[int]:
+        """Hook parameters that were unfrozen, and return those that have a gradient, which ranks do not average yet."""
+        unfrozen = [] if self.claim is None else self.claim.listen()
+        return [p for p in unfrozen if self.params[p].grad is not None]
 
-        They are updated on the device, wherever others are.
-        """
-        for p in self._unheard():
+    def average_unfrozen(self) -> None:
+        """Have ranks average the gradients of unfrozen parameters in the backward that begins."""
+        for p in self.find_unaveraged():
             self.calls.note_on_device(p)
 
-    def refuse_unheard(self) -> None:
-        """Raise RuntimeError if ranks did not hear of a backward, whose gradients the loop may have clipped already."""
-        for p in self._unheard():
-            raise RuntimeError(
-                f"{self.registry.plan.params[p].name} was unfrozen, and the backward brought gradients of such "
-                "parameters alone, which ranks have not averaged: call optimizer.zero_grad() after requires_grad=True "
-                "is set, and run the backward again"
-            )
+    def refuse_unaveraged(self) -> None:
+        """Refuse a step on gradients that ranks have not averaged: the loop may have clipped them.
 
-    def _unheard(self) -> list[int]:
-        """Parameters that were unfrozen since the last look, and have a gradient that no rank knows of."""
-        if self.claim is None or self.ranks is None:
-            return []
-        return [p for p in self.claim.listen() if self.params[p].grad is not None]
+        Raises:
+            RuntimeError: only parameters that were unfrozen have had gradients, so that the backward was not noticed.
+        """
+        if unaveraged := self.find_unaveraged():
+            raise RuntimeError(
+                f"{self.registry.plan.params[unaveraged[0]].name} was unfrozen, and the backward brought gradients of "
+                "such parameters alone, which ranks have not averaged: call optimizer.zero_grad() after "
+                "requires_grad=True is set, and run the backward again"
+            )
 
     def register(self) -> None:
         """Let the ends of backwards, which ranks make in one order, find this core, which is complete."""

@@ -196,6 +196,8 @@ class GradientIntake:
         """Forget gradients that are not in ``.grad``."""
         core = self.core
         core.updating = False
+        for call in core.moments.discard:
+            call()
         self.backward.reset()
         self.backward.task = None  # of a backward that failed
         self.stale.forget()

@@ -23,6 +23,8 @@ class Moments:
         enter: code is about to queue work on the engine's memory.
         enter_ahead: so is FSDP2, in a stream that runs ahead of the training's.
         use_memory: the engine's memory of the device must be there.
+        enter_step: ``step()`` is called; an error leaves the step to be called again.
+        discard: gradients are cleared.
         enter_backward: a gradient shows that another backward runs; an error leaves that backward unknown.
         begin_backward: the engine has begun it.
         gradients: gradients have arrived.
@@ -42,6 +44,8 @@ class Moments:
     enter: Calls
     enter_ahead: Calls
     use_memory: Calls
+    enter_step: Calls
+    discard: Calls
     enter_backward: Calls
     begin_backward: Calls
     gradients: Calls

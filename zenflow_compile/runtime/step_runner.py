@@ -46,7 +46,7 @@ class StepRunner:
         """
         core = self.core
         core.check()
-        for call in core.moments.use_memory:
+        for call in core.moments.enter_step:
             call()
         with self.calls.step(core.step) as shortest_window:
             if self.schedule.shortest_window is None:

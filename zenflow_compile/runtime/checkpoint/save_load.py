@@ -283,7 +283,7 @@ def _or_none(value: float | None) -> float:
 
 def _flat_weight(engine: Engine, index: int) -> Tensor:
     plan, weight = engine.plan.params[index], engine.registry.weight_of(index)
-    return plan.part_of(weight)
+    return weight if plan.flat is None else plan.flat.part_of(weight)
 
 
 def _step(gradients: int) -> Tensor:

@@ -53,8 +53,8 @@ def whole_entry(plan: ParamPlan, entry: dict[str, Tensor], ranks: RankGroup) -> 
 def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Take this rank's share out of the entries of a whole parameter."""
     found = dict(entry)
-    if plan.flat is not None:
-        return found | {name: plan.part_of(value) for name, value in entry.items() if is_dense(plan, name)}
+    if (flat := plan.flat) is not None:
+        return found | {name: flat.part_of(value) for name, value in entry.items() if is_dense(plan, name)}
     share = plan.share
     assert share is not None
     for name, value in entry.items():
@@ -66,11 +66,11 @@ def own_entry(plan: ParamPlan, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_all_parts(plan: ParamPlan, flat: FlatShare, own: Tensor, ranks: RankGroup) -> Tensor:
-    """[the parameter's shape] from this rank's part of a tensor, and those of the others."""
+    """Put the parts of all ranks together: a tensor of the parameter's shape. All ranks call it."""
     whole = torch.empty(plan.whole.shape, dtype=own.dtype)
     if isinstance(flat, MatrixShare):
         flat.view(whole).copy_(own.flatten())
-        ranks.send_on_host(whole, flat.owner, f"the state of {plan.whole.name}")
+        ranks.broadcast_on_host(whole, flat.owner, f"the state of {plan.whole.name}")
         return whole
     rows = _gather_rows(plan, own, max(len(flat.bounds(rank)) for rank in range(flat.ranks)), ranks)
     for rank, row in enumerate(rows):

@@ -73,7 +73,7 @@ class StreamedParam:
     @property
     def weight(self) -> Tensor:
         """The weight that the state belongs to: the parameter, or a view of this rank's part of it."""
-        return self.param if self.plan.flat is None else self.plan.part_of(self.param.detach())
+        return self.param if self.plan.flat is None else self.plan.flat.part_of(self.param.detach())
 
     @property
     def has_gradient(self) -> bool:
@@ -82,7 +82,7 @@ class StreamedParam:
     def gradient(self) -> Tensor | None:
         """The gradient of ``weight``; None if the parameter has none."""
         grad = self.param.grad
-        return None if grad is None else self.plan.part_of(grad)
+        return grad if grad is None or self.plan.flat is None else self.plan.flat.part_of(grad)
 
     def state_in(self, memory: Tensor) -> ResidentState:
         """View the state in ``memory``, f32[elements of the subgroup]."""

@@ -94,9 +94,9 @@ class Claim:
         self._position = {id(param): p for p, param in enumerate(self.params)}
 
     def listen(self) -> list[int]:
-        """Hook parameters that have no hook yet, and return them. Frozen ones can only be hooked after this has ended.
+        """Hook the parameters that have no hook yet, and return them. PyTorch refuses hooks on frozen parameters.
 
-        Hazard: a gradient that such a parameter has already was not told of.
+        Hazard: if such a parameter has a gradient, no hook has reported it.
         """
         if not (new := [p for p in self._unhooked if self.params[p].requires_grad]):
             return new

@@ -306,8 +306,8 @@ class RankGroup:
             self._wait(torch_private.start_all_gather(out.view(-1), sent, self._messages), what, polls=True)
         return [out[row].view(values.dtype).view(values.shape) for row in self._rows]
 
-    def send_on_host(self, values: Tensor, rank: int, what: str) -> None:
-        """Send a tensor in host memory, which ``rank`` of the first copy has, to all ranks; the host waits for it."""
+    def broadcast_on_host(self, values: Tensor, rank: int, what: str) -> None:
+        """Broadcast a tensor in host memory from ``rank`` of the first copy to all ranks; the host waits for it."""
         self.recorder.sent("state", values.nbytes)
         work = dist.broadcast(values, src=self._first_copy[rank], group=self._messages, async_op=True)
         assert work is not None

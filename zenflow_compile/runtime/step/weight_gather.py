@@ -12,10 +12,12 @@ stream.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -127,6 +129,8 @@ class WeightGather:
         self.stream = CallersStream() if device.streams is None else OwnStream(device.streams, group.recorder)
         self._known: dict[int, Selection] = {}  # this rank's selection, as the others know it
         self._selected: dict[int, list[Tensor]] = {}  # by parameter: i64[n], slices of all parts
+        self._streamed: tuple[int, ...] = ()  # indices of the streamed parameters that ``_layouts`` are of
+        self._layouts: list[FlatLayout] = []
 
     def gather(
         self, changed: Sequence[Changed], apply: Callable[[OffloadedParam], object] = lambda offloaded: None
@@ -170,18 +174,26 @@ class WeightGather:
                 each.fill(row, offset)
             yield list(zip(piece, packing.offsets, strict=True)), row
 
-    def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[Window, Tensor]]:
-        """Fill the rows of streamed parameters in windows: what a rank has of all of them lies one behind the other."""
-        for dtype in dict.fromkeys(each.plan.dtype for each in params):
-            alike = [each for each in params if each.plan.dtype == dtype]
-            parts = [_places(alike, rank) for rank in range(self._group.size)]
-            longest, most = max(places[-1].stop for places in parts), self.stream.most_bytes // dtype.itemsize
-            for first in range(0, longest, most):
-                window = Window(alike, parts, range(first, min(first + most, longest)))
-                row = torch.zeros(len(window.elements), dtype=dtype, device=self._device.torch_device)
-                for part, in_row in window.of_rank(self._group.rank):
-                    row[in_row] = part
-                yield window, row
+    def _flat_rows(self, params: Sequence[StreamedParam]) -> Iterator[tuple[RowChunk, Tensor]]:
+        """Fill the rows of streamed parameters, in chunks: the parts that a rank has are consecutive in its row."""
+        for row_layout in self._layouts_of(params):
+            dtype = row_layout.params[0].plan.dtype
+            most = self.stream.most_bytes // dtype.itemsize
+            for first in range(0, row_layout.elements, most):
+                chunk = RowChunk(row_layout, range(first, min(first + most, row_layout.elements)))
+                row = torch.zeros(len(chunk.elements), dtype=dtype, device=self._device.torch_device)
+                for part, place in chunk.parts_of(self._group.rank):
+                    row[place] = part
+                yield chunk, row
+
+    def _layouts_of(self, params: Sequence[StreamedParam]) -> list[FlatLayout]:
+        """Return the layout of the rows of each dtype; computed again if other parameters have gradients."""
+        indices = tuple(each.plan.index for each in params)
+        if indices != self._streamed:
+            dtypes = dict.fromkeys(each.plan.dtype for each in params)
+            alike = ([each for each in params if each.plan.dtype == dtype] for dtype in dtypes)
+            self._streamed, self._layouts = indices, [FlatLayout.of(each, self._group.size) for each in alike]
+        return self._layouts
 
     def forget(self) -> None:
         """Send all selections again: a state is about to be loaded, behind a gather that an error may have ended."""
@@ -237,40 +249,59 @@ class WeightGather:
         return self._known.get(offloaded.plan.index) is not offloaded.device.selection
 
 
-def _places(params: Sequence[StreamedParam], rank: int) -> list[range]:
-    """Where the parts that a rank has of ``params`` are in its row."""
-    ends = accumulate((len(_flat(each).bounds(rank)) for each in params), initial=0)
-    return [range(first, stop) for first, stop in pairwise(ends)]
-
-
-class Window(NamedTuple):
-    """``elements`` of the rows in which each rank has its parts of ``params``, which are sent together.
+class FlatLayout(NamedTuple):
+    """Where the parts of ``params``, which have one dtype, are in the rows that ranks send.
 
     Attributes:
-        places: of the parts, by rank and parameter.
+        places: by rank and parameter, in the order of ``params``.
+        elements: of the longest row.
     """
 
     params: Sequence[StreamedParam]
     places: Sequence[Sequence[range]]
+    elements: int
+
+    @classmethod
+    def of(cls, params: Sequence[StreamedParam], ranks: int) -> FlatLayout:
+        """Put the parts of each rank behind each other."""
+        places = []
+        for rank in range(ranks):
+            ends = accumulate((len(_flat(each).bounds(rank)) for each in params), initial=0)
+            places.append([range(first, stop) for first, stop in pairwise(ends)])
+        return cls(params, places, max(row[-1].stop for row in places))
+
+
+class RowChunk(NamedTuple):
+    """Consecutive ``elements`` of the rows of all ranks, which are sent together. A part may span several chunks."""
+
+    layout: FlatLayout
     elements: range
 
-    def of_rank(self, rank: int) -> Iterator[tuple[Tensor, slice]]:
-        """What is in the window of a rank's parts: views of the weights, and where they are in the window."""
-        window = self.elements
-        for each, place in zip(self.params, self.places[rank], strict=True):
-            first, stop = max(place.start, window.start), min(place.stop, window.stop)
+    def parts_of(self, rank: int) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the pieces of a rank's parts that the chunk holds: a view of the weight, and its place in the chunk."""
+        chunk, places = self.elements, self.layout.places[rank]
+        # Searched: a model has many chunks, and each of them holds pieces of few parameters.
+        for at in range(bisect_right(places, chunk.start, key=_stop_of), len(places)):
+            place = places[at]
+            if place.start >= chunk.stop:
+                break
+            first, stop = max(place.start, chunk.start), min(place.stop, chunk.stop)
             if first < stop:
-                part = _flat(each).view(each.param.data, rank)
-                yield part[first - place.start : stop - place.start], slice(first - window.start, stop - window.start)
+                streamed = self.layout.params[at]
+                part = _flat(streamed).view(streamed.param.data, rank)
+                yield part[first - place.start : stop - place.start], slice(first - chunk.start, stop - chunk.start)
 
 
-def _write_flat(window: Window, pending: Pending) -> None:
-    rows = pending.wait(f"the weights of {window.params[0].plan.name}, ...")
-    own = _flat(window.params[0]).rank
+_stop_of = attrgetter("stop")
+
+
+def _write_flat(chunk: RowChunk, pending: Pending) -> None:
+    first = chunk.layout.params[0]
+    rows = pending.wait(f"the weights of {first.plan.name}, ...")
     for rank, row in enumerate(rows):
-        if rank != own:
-            for part, in_row in window.of_rank(rank):
-                part.copy_(row[in_row])
+        if rank != _flat(first).rank:
+            for part, place in chunk.parts_of(rank):
+                part.copy_(row[place])
 
 
 def _flat(streamed: StreamedParam) -> FlatShare:
