@@ -26,7 +26,7 @@ def empty(moments: Moments) -> set[str]:
 # On the CPU: one stream, one rank, no profiler.
 ABSENT = {
     "allocated", "enter", "enter_ahead", "use_memory", "begin_backward", "gradients", "contributed", "end_backward",
-    "forward", "final", "settle", "abandon", "close",
+    "forward", "final", "settle", "abandon", "close", "enter_step", "discard",
 }  # fmt: skip
 
 
