@@ -356,7 +356,8 @@ def _check_offloaded_weights(options: Options, *, alone: bool) -> None:
     if options.offload_weights is not False and not alone:
         raise ValueError(
             f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
-            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too"
+            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too (not "
+            "with Muon, which needs whole matrices)"
         )
 
 

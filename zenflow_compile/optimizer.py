@@ -121,6 +121,7 @@ class ZenFlow(torch.optim.Optimizer):
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         check_devices(params, params[0].device)
         _warn_of_windows(self.param_groups, self.rules, given)
+        _warn_of_files(self.rules, given)
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
         self._lazy_engine = LazyEngine(self, given, self.rules, _backward_ended, ranks)
@@ -571,6 +572,17 @@ def _warn_of_windows(groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule],
                 "that have not moved. Pass update_interval=1, a lower lr, or less momentum",
                 stacklevel=user_stacklevel(),
             )
+
+
+def _warn_of_files(rules: Sequence[Rule], given: Options) -> None:
+    """Warn if state of matrices stays in host memory where the user wants state in files."""
+    kinds = {type(rule).__name__ for rule in rules if rule.of_matrix}
+    if given.in_files and kinds:
+        warnings.warn(
+            f"{', '.join(sorted(kinds))} keeps its state in host memory in this version, and not in files: 4 bytes per "
+            'element, and 4 for masters of bf16 and fp16 weights. state_dtype="bf16" or "fp8" takes less',
+            stacklevel=user_stacklevel(),
+        )
 
 
 def _check_rule(rule: object) -> None:

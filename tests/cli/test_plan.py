@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -215,6 +216,32 @@ def test_devices_share_matrices(capsys: pytest.CaptureFixture[str]) -> None:
     for rule, expected in (("Muon", False), ("AdamW", True)):
         assert main.main([*command, "--rule", rule]) == 0
         assert ("fully_shard" in capsys.readouterr().out) is expected
+
+
+def test_streamed_state_crosses_the_link_of_each_device() -> None:
+    """That of matrices, both ways: with bf16 weights a momentum and a master of 4 bytes an element."""
+
+    def sent(rule: str) -> dict[str, Any]:
+        answered = zf.plan("llama3.2-1b", "4xh100-80g", tokens=4096, policy="zero_offload", rule=rule, recompute=False)
+        ways: dict[str, Any] = answered["exchanges"]
+        return ways
+
+    hidden = sum(math.prod(spec.shape) for spec in models.model("llama3.2-1b").params if len(spec.shape) == 2)
+    hidden -= math.prod(models.model("llama3.2-1b").params[0].shape)  # the embedding is AdamW's
+    muon, adamw = sent("Muon"), sent("AdamW")
+    for way, devices in (("all_reduce", 1), ("whole_weights", 4)):
+        for direction in ("to_host", "to_device"):  # instead of gradients down and weights up, of 2 bytes
+            more = muon[way][direction] - adamw[way][direction]
+            assert more == pytest.approx((8 - 2) * hidden / devices, rel=1e-3)
+    assert muon["changed_slices"]["to_host"] == pytest.approx(muon["whole_weights"]["to_host"], rel=0.1)
+
+
+def test_files_have_no_state_of_matrices(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "Muon keeps its state in host memory, also where that of others is in files."
+    for policy, expected in (("zero_infinity", True), ("zero_offload", False)):
+        assert main.main([*SMALL, "--rule", "Muon", "--policy", policy]) == 0
+        assert (said in " ".join(capsys.readouterr().out.split())) is expected
+        assert (said in answer([*SMALL, "--rule", "Muon", "--policy", policy], capsys)["notes"]) is expected
 
 
 def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:

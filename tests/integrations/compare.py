@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,3 +159,27 @@ def nudge(model: nn.Module, towards: float) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.nextafter_(torch.full_like(param, towards))
+
+
+class Numbers(NamedTuple):
+    """What a run ends with, and what it logs."""
+
+    weights: Mapping[str, Tensor]
+    losses: Sequence[float]
+    norms: Sequence[float]
+
+
+def assert_as_adamw(run: Numbers, *variants: Numbers) -> None:
+    """Equal to the first of AdamW's ``variants`` within TOLERANCE and RELATIVE, or within twice their spread.
+
+    Twice, since the few variants are only a sample of the effects of rounding in half precision.
+    """
+    bound = max(TOLERANCE, 2 * spread(each.weights for each in variants))
+    assert difference(run.weights, variants[0].weights) <= bound
+    for name in ("losses", "norms"):
+        mine, theirs, *others = (torch.tensor(getattr(each, name)).double() for each in (run, *variants))
+        assert torch.equal(mine.isfinite(), theirs.isfinite())
+        finite = theirs.isfinite()
+        relative = (torch.stack([theirs, *others]) / theirs)[:, finite]
+        allowed = max(RELATIVE, 2 * float((relative.amax(0) - relative.amin(0)).max())) if len(theirs) else 0.0
+        assert bool(((mine / theirs)[finite] - 1).abs().le(allowed).all()), (name, mine, theirs, allowed)

@@ -26,7 +26,9 @@ from tests.integrations.compare import (
     EAGER_BACKEND,
     EXACT,
     WINDOWED,
+    Numbers,
     Tokens,
+    assert_as_adamw,
     assert_bitwise,
     assert_trained,
     dense_gradients,
@@ -157,21 +159,9 @@ def references(
     return [train(make, clip=clip, accumulate=accumulate, precision=precision, bad=bad) for make in variants]
 
 
-def assert_as_adamw(run: Run, expected: Run, *variants: Run) -> None:
-    """Equal to ``expected`` within 1e-5, norms and losses within 1e-6, or within twice the spread of AdamW's variants.
-
-    Twice, since the few variants are only a sample of the effects of rounding in half precision.
-    """
+def assert_equal_runs(run: Run, expected: Run, *variants: Run) -> None:
     assert_trained(run.before, run.after)
-    bound = max(1e-5, 2 * spread(each.after for each in (expected, *variants)))
-    assert difference(run.after, expected.after) <= bound
-    for name in ("losses", "norms"):
-        mine, theirs, *others = (torch.tensor(getattr(each, name)).double() for each in (run, expected, *variants))
-        assert torch.equal(mine.isfinite(), theirs.isfinite())
-        finite = theirs.isfinite()
-        relative = (torch.stack([theirs, *others]) / theirs)[:, finite]
-        allowed = max(1e-6, 2 * float((relative.amax(0) - relative.amin(0)).max())) if len(theirs) else 0.0
-        assert bool(((mine / theirs)[finite] - 1).abs().le(allowed).all()), (name, mine, theirs, allowed)
+    assert_as_adamw(*(Numbers(each.after, each.losses, each.norms) for each in (run, expected, *variants)))
     assert run.skipped == expected.skipped
     assert run.scales == expected.scales
 
@@ -180,7 +170,7 @@ def check(entry: str, clip: tuple[str, float] | None, accumulate: int, precision
     with zf.profile() as profile:
         run = train(zenflow, entry=entry, clip=clip, accumulate=accumulate, precision=precision, bad=bad)
     expected = references(clip, accumulate, precision, bad)
-    assert_as_adamw(run, *expected)
+    assert_equal_runs(run, *expected)
     if clip is not None and clip[0] == "norm":
         assert min(norm for norm in expected[0].norms if norm == norm) > clip[1], "nothing was clipped"
     assert offloaded(run.optimizer) == MATRICES
@@ -230,7 +220,7 @@ def test_order_of_prepare(entry: str) -> None:
     """Accelerate reads and loads the optimizer's state in ``prepare``, here before it is given the model."""
     run = train(zenflow, entry=entry, clip=("norm", 0.5), reverse=True)
     assert offloaded(run.optimizer) == MATRICES
-    assert_as_adamw(run, *references(("norm", 0.5)))
+    assert_equal_runs(run, *references(("norm", 0.5)))
 
 
 def test_scaler_on_the_cpu_is_not_made() -> None:

@@ -129,7 +129,7 @@ def measured(rank: int) -> tuple[Options, int | None]:
     optimizer = on_ranks(model, update_interval="auto")
     calls = optimizer.engine.calls
     calls.messages.measured_window = 3 + rank
-    with calls.step(0) as shortest_window:
+    with calls.step(0, 0) as shortest_window:
         pass
     return chosen, shortest_window
 
@@ -147,19 +147,21 @@ def test_ranks_may_train_alone(two_ranks: RankProcesses) -> None:
 
 def changed_on_one(rank: int, what: str) -> None:
     model = uneven()
-    optimizer = on_ranks(model)
+    optimizer = on_ranks(model, **ALL_POLICIES["zenflow"], gradient_accumulation_steps=1)
     for step in range(2):
         backward(model, step, rank)
         if rank == step == 1:
             if what == "gradients":
                 model.up.weight.grad = None  # type: ignore[union-attr,assignment]
+            elif what == "backward() 1 times":  # beyond the declared one: nothing of it is sent before the step
+                backward(model, step, rank)
             else:
                 optimizer.param_groups[0]["lr"] = 0.5
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("what", ["gradients", "param_groups"])
+@pytest.mark.parametrize("what", ["gradients", "param_groups", "backward() 1 times"])
 def test_changes_on_one_rank_raise_on_all(two_ranks: RankProcesses, what: str) -> None:
     for text in messages(two_ranks.outcomes(changed_on_one, what)):
         assert what in text

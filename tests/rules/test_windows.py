@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +128,17 @@ def test_windows_of_momentum_are_warned_of(rule: rules.Rule, options: dict[str, 
     texts = [str(each.message) for each in caught if "stable up to" in str(each.message)]
     assert len(texts) == (share is not None)
     assert all(f"stable up to {share} of the rate" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("rule", "in_files", "warned"),
+    [(rules.Muon(), True, True), (rules.Muon(), False, False), (rules.Lion(), True, False)],
+)
+def test_state_that_is_not_in_files_is_warned_of(
+    rule: rules.Rule, in_files: bool, warned: bool, tmp_path: Path
+) -> None:
+    options = {"policy": "zero_infinity", "nvme_path": str(tmp_path)} if in_files else {"policy": "zero_offload"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ZenFlow([torch.nn.Parameter(torch.randn(64, 64))], rule, **options).close()
+    assert [True for each in caught if "Muon keeps its state in host memory" in str(each.message)] == [True] * warned

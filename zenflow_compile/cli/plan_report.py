@@ -59,6 +59,8 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
         console.print(Text("nvme_path stands for a directory on a local disk."))
     if prediction.exactness is not None:
         console.print(Text(prediction.exactness))
+    if prediction.not_in_files is not None:
+        console.print(Text(prediction.not_in_files))
 
 
 def more_options(prediction: Prediction, found: Fit) -> Text | None:
@@ -264,7 +266,7 @@ def enough(size: float) -> str:
 
 
 _DIVIDED = "Micro: micro-batches of a step; r: activations are recomputed."
-_EXACT = "AdamW: whether the numbers are those of AdamW, to rounding (--exact leaves the others out)."
+_EXACT = "Exact: whether the numbers are those of the rule in every step, to rounding (--exact leaves the others out)."
 
 
 def print_frontier(found: Frontier, console: Console) -> None:
@@ -293,7 +295,7 @@ def print_frontier(found: Frontier, console: Console) -> None:
 def costs(title: str, found: Frontier, plans: Sequence[Forecast], memory: Memory) -> Table:
     """A row per plan, and what each GB less costs from one row to the next."""
     table = made_table(title, f"GB; ms/GB: slower than the row above, by GB less. {_DIVIDED} {_EXACT}")
-    for column in ("plan", "micro", "device", "host", "disk", "step", "slower", "ms/GB", "tokens/s", "AdamW"):
+    for column in ("plan", "micro", "device", "host", "disk", "step", "slower", "ms/GB", "tokens/s", "exact"):
         table.add_column(column, justify="right", no_wrap=True)
     assert found.fastest is not None
     before: Forecast | None = None
@@ -329,7 +331,7 @@ def print_models(fits: Sequence[Fit], console: Console) -> None:
     )
     table = made_table("Models", f"GB; the fastest plan that fits. {_DIVIDED} {_EXACT}")
     table.add_column("model", no_wrap=True)
-    for column in ("micro", "step", "tokens/s", "device", "host", "disk", "AdamW"):
+    for column in ("micro", "step", "tokens/s", "device", "host", "disk", "exact"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in fits:
         if (best := each.best) is not None:

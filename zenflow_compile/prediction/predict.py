@@ -71,20 +71,28 @@ class Prediction:
 
     @property
     def exactness(self) -> str | None:
-        """How the recommended run differs from AdamW, as a sentence; None if it does not."""
+        """How the recommended run differs from the rule in every step, as a sentence; None if it does not."""
         found = {} if self.recommended is None else self.recommended.departures
         if not found:
             return None
         ways, remedies = ", ".join(found), " and ".join(found.values())
         what = "weights" if [*found] == [ROUNDED] else "deferred columns"
-        return f"Not exactly AdamW: {what} are updated {ways}. Exact with {remedies}."
+        return f"Not exactly {type(self.scenario.rule).__name__}: {what} are updated {ways}. Exact with {remedies}."
+
+    @property
+    def not_in_files(self) -> str | None:
+        """What state is not in files although others are, as a sentence; None if there is none."""
+        if not (self.scenario.rule.of_matrix and any(sum(each.needs.disk.values()) for each in self.forecasts)):
+            return None
+        rule = type(self.scenario.rule).__name__
+        return f"{rule} keeps its state in host memory, also where that of others is in files."
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: bytes, seconds, tokens per second. Options have no ``nvme_path`` that the user did not give."""
         asked = self.scenario
         best = self.recommended
         weights = self.shown.weights
-        notes = [asked.note, self.exactness, None if weights is None else weights.sentence]
+        notes = [asked.note, self.exactness, self.not_in_files, None if weights is None else weights.sentence]
         if best is not None and best.options.get("nvme_path") == SOME_DISK:
             notes.append("Add nvme_path to the recommended options: a directory on a local disk.")
         return {
@@ -336,8 +344,8 @@ def _check_offloaded_weights(options: Options, hardware: Hardware) -> None:
     if options.offload_weights is not False and hardware.all_devices > 1:
         raise ValueError(
             f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
-            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too; "
-            "devices=1 plans a single one"
+            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too (not "
+            "with Muon, which needs whole matrices); devices=1 plans a single one"
         )
 
 

@@ -48,7 +48,7 @@ class StepRunner:
         core.check()
         for call in core.moments.enter_step:
             call()
-        with self.calls.step(core.step) as shortest_window:
+        with self.calls.step(core.step, core.backward.count) as shortest_window:
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = shortest_window
             present, untaken = self.registry.check_gradients()

@@ -67,9 +67,12 @@ class OneRank:
 
     # A step.
 
-    def step(self, number: int) -> AbstractContextManager[int | None]:
-        """Run an optimizer step inside of the block. Yields the shortest update window of rank 0, if it is told."""
-        del number
+    def step(self, number: int, backwards: int) -> AbstractContextManager[int | None]:
+        """Run an optimizer step, which follows ``backwards``, inside of the block.
+
+        Yields the shortest update window of rank 0, if it is told.
+        """
+        del number, backwards
         return nullcontext()
 
     def shortest_window(self, measured: int | None) -> int | None:

@@ -82,11 +82,11 @@ class StepMessages:
         self._reductions = ""
         self.measured_window: int | None = None
 
-    def own(self) -> bytes:
-        """What a rank tells the others in each step: 16 bytes."""
+    def own(self, backwards: int) -> bytes:
+        """What a rank tells the others in each step, which follows ``backwards``: 20 bytes."""
         reductions, self._reductions = self.group.shard_reductions.take()
         digests = self._digest_of_groups() + self._digest_of_gradients() + reductions
-        return (self.measured_window or 0).to_bytes(4, "little") + digests
+        return _word(self.measured_window or 0) + digests + _word(backwards)
 
     def check(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
         """Raise RankError if ranks are not about to do the same step. Returns the shortest window of rank 0's host.
@@ -102,6 +102,8 @@ class StepMessages:
             )
         if (rank := first_difference([row[12:16] for row in rows])) is not None:
             self._refuse_other_reductions(rank)
+        if (rank := first_difference([row[16:20] for row in rows])) is not None:
+            self._refuse_other_backwards(rows, rank)
         if gradients and (rank := first_difference([row[8:12] for row in rows])) is not None:
             self._refuse_other_gradients(rank)
         return int.from_bytes(rows[0][:4], "little") or None
@@ -114,6 +116,14 @@ class StepMessages:
         raise self.group.failure(
             f"in step {self.group.step} FSDP2 has averaged a gradient of {name} on rank {having}, where rank {lacking} "
             f"has none or another one: {self._alike}"
+        )
+
+    def _refuse_other_backwards(self, rows: Sequence[bytes], rank: int) -> None:
+        """Raise on all ranks: beyond the declared backwards nothing is sent, so that no message came in between."""
+        first, other = (int.from_bytes(rows[each][16:20], "little") for each in (0, rank))
+        raise self.group.failure(
+            f"in step {self.group.step} rank 0 has called backward() {first} times since its last step, and rank "
+            f"{rank} {other} times: all ranks make the same calls, and skip a step or a batch alike"
         )
 
     def _refuse_other_gradients(self, rank: int) -> None:
@@ -142,7 +152,11 @@ class StepMessages:
 
 
 def _digest(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(4, "little")
+    return _word(zlib.crc32(content))
+
+
+def _word(number: int) -> bytes:
+    return number.to_bytes(4, "little")
 
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -192,15 +206,15 @@ class RankCalls(SeveralRanks):
             self.reduction.finish()
 
     @contextmanager
-    def step(self, number: int) -> Iterator[int | None]:
+    def step(self, number: int, backwards: int) -> Iterator[int | None]:
         """Run an optimizer step inside of the block, with what ``StepMessages.check`` returns.
 
         Gradients that wait for declared backwards are sent first. Raises RankError if not all ranks call it, one has
-        failed, or they have other gradients or rates.
+        failed, or they have other gradients, rates, or numbers of backwards.
         """
         self.group.step = number
         with self.group.announcing():
-            head = self.messages.own() + bytes([self.reduction.has_unsent()])
+            head = self.messages.own(backwards) + bytes([self.reduction.has_unsent()])
             writes = self._notice_writes(number)
             for offloaded in self._registry.offloaded.values():
                 offloaded.receive_weights()
@@ -309,14 +323,14 @@ class ShardCalls(SeveralRanks):
     )
 
     @contextmanager
-    def step(self, number: int) -> Iterator[int | None]:
+    def step(self, number: int, backwards: int) -> Iterator[int | None]:
         """Run an optimizer step inside of the block, with what ``StepMessages.check`` returns.
 
         Raises RankError if not all ranks call it, one has failed, or they have other gradients or rates.
         """
         self.group.step = number
         with self.group.announcing():
-            rows = self.group.exchange(Call.STEP, self.messages.own())
+            rows = self.group.exchange(Call.STEP, self.messages.own(backwards))
             yield self.messages.check(rows, gradients=True)
         self.group.step = number + 1
 
