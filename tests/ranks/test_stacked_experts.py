@@ -18,6 +18,7 @@ from tests.ranks.models import ALL_POLICIES, WINDOWED, difference, optimizer_ove
 from tests.ranks.sharded import sharded, train_sharded
 from tests.ranks.test_sharded_checkpoints import SAVED_AT, STEPS, ended, get_state_dict, set_state_dict, steps
 from tests.ranks.test_training import EXACT, assert_equal_ranks
+from tests.support.moe import FAMILIES, built, loss_of
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlowAdamW
 
@@ -136,3 +137,36 @@ def test_state_of_rows_that_no_rank_has_is_refused(two_ranks: RankProcesses) -> 
     for outcome in two_ranks.outcomes(load_across_rows, WINDOWED["re-selecting"]):
         assert "whose rows were its first 2 dimensions, and the model is sharded along dimension 1" in str(outcome)
     two_ranks.call(load_across_rows, ALL_POLICIES["zero_offload"])
+
+
+def train_family(rank: int | None, family: str, name: str | None) -> list[Tensor]:
+    """Train by ``name``'s options, or by AdamW, on one batch a step; ``rank`` None: on those of both ranks."""
+    model = built(family)
+    params = model.named_parameters()
+    if name is None:
+        optimizer: Any = torch.optim.AdamW([param for _, param in params], lr=1e-2, eps=1e-3)
+    else:
+        options = {"min_offload_size": 100, **{**ALL_POLICIES, **WINDOWED}[name]}
+        optimizer = ZenFlowAdamW(params, lr=1e-2, eps=1e-3, **options, process_group=dist.group.WORLD)
+    for step in range(8):
+        for each in (0, 1) if rank is None else (rank,):
+            (loss_of(model, 2 * step + each) / (2 if rank is None else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if name is not None:
+        divided = [each.plan.whole for each in optimizer.engine.offloaded.values()]
+        stacks = [plan for plan in divided if len(plan.shape) == 3 and plan.slices == plan.shape[0] * plan.shape[1]]
+        assert stacks or name == "deep_optimizer_states"  # it may stream all of them
+        optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["zero_offload", "deep_optimizer_states", "zenflow", "re-selecting"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_experts_train_on_two_ranks(two_ranks: RankProcesses, family: str, name: str) -> None:
+    """Some experts get tokens on one rank only, or on none."""
+    found = two_ranks.call(train_family, family, name)
+    assert_equal_ranks(found)
+    if name in ALL_POLICIES:
+        assert difference(found[0], train_family(None, family, None)) < 1e-5
