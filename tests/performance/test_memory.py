@@ -55,7 +55,8 @@ def device_tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
     elif hasattr(part, "__iter__"):
         members = list(part)
     elif type(part).__module__.startswith("zenflow_compile.runtime"):
-        names = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+        slots = {name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())}
+        names = slots - {"__weakref__"}  # before Python 3.11.4 that of a dataclass cannot be read
         members = [getattr(part, name, None) for name in names] + list(getattr(part, "__dict__", {}).values())
     else:
         members = []

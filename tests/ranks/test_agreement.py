@@ -47,12 +47,21 @@ def first_step(rank: int, difference: str) -> None:
 
 
 @pytest.mark.tier1
-@pytest.mark.parametrize("difference", ["options", "parameters", "weights", "param groups", "versions of torch"])
-def test_different_ranks_are_refused(two_ranks: RankProcesses, difference: str) -> None:
+@pytest.mark.parametrize(
+    ("difference", "values"),
+    [
+        ("options", "{'topk_ratio': 0.25} and {'topk_ratio': 0.5}"),
+        ("parameters", "{4: [[66, 32], 'torch.float32', True], 5: [[66], 'torch.float32', True]} and {4: [[65, 32], "),
+        ("weights", ""),
+        ("param groups", "{0: {'lr': 0.01}} and {0: {'lr': 0.5}}"),
+        ("versions of torch", f"{torch.__version__} and 9.9"),
+    ],
+)
+def test_different_ranks_are_refused(two_ranks: RankProcesses, difference: str, values: str) -> None:
     outcomes = two_ranks.outcomes(first_step, difference)
     two_ranks.close()  # one of them has another version of torch now
     for text in messages(outcomes):
-        assert f"different {difference}" in text
+        assert f"different {difference}: {values}" in text
 
 
 def made(rank: int, case: str) -> None:

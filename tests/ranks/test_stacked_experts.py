@@ -156,13 +156,13 @@ def train_family(rank: int | None, family: str, name: str | None) -> list[Tensor
     if name is not None:
         divided = [each.plan.whole for each in optimizer.engine.offloaded.values()]
         stacks = [plan for plan in divided if len(plan.shape) == 3 and plan.slices == plan.shape[0] * plan.shape[1]]
-        assert stacks or name == "deep_optimizer_states"  # it may stream all of them
+        assert stacks
         optimizer.close()
     return [param.detach().clone() for param in model.parameters()]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["zero_offload", "deep_optimizer_states", "zenflow", "re-selecting"])
+@pytest.mark.parametrize("name", ["zenflow", "re-selecting"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_experts_train_on_two_ranks(two_ranks: RankProcesses, family: str, name: str) -> None:
     """Some experts get tokens on one rank only, or on none."""

@@ -176,8 +176,9 @@ def agreed(
         if (rank := first_difference(texts)) is not None:
             first, other = json.loads(texts[0]), json.loads(texts[rank])
             what = next(name for name in first if first[name] != other.get(name))
+            mine, theirs = _unlike(first[what], other.get(what))
             raise ranks.failure(
-                f"rank 0 and rank {rank} have different {what}: {_short(first[what])} and {_short(other.get(what))}; "
+                f"rank 0 and rank {rank} have different {what}: {_short(mine)} and {_short(theirs)}; "
                 "all ranks train the same model from the same weights, with the same options and versions (use one "
                 "seed for the model, or broadcast rank 0's weights before the optimizer is created)"
             )
@@ -223,6 +224,17 @@ def _checksums(params: Sequence[Tensor]) -> list[int]:
         sums.append(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
     checksums: list[int] = torch.stack(sums).tolist() if sums else []
     return checksums
+
+
+def _unlike(first: Any, other: Any) -> tuple[object, object]:
+    """The entries in which two dicts differ, or by place two lists of one length; other values as they are."""
+    if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+        first, other = dict(enumerate(first)), dict(enumerate(other))
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        return first, other
+    pairs = [(name, value, other.get(name)) for name, value in first.items() if value != other.get(name)]
+    inner = [(name, *(_unlike(*values) if isinstance(values[0], dict) else values)) for name, *values in pairs]
+    return {name: mine for name, mine, _ in inner}, {name: theirs for name, _, theirs in inner}
 
 
 def _short(value: object) -> str:
