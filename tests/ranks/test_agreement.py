@@ -162,7 +162,9 @@ def changed_on_one(rank: int, what: str) -> None:
         if rank == step == 1:
             if what == "gradients":
                 model.up.weight.grad = None  # type: ignore[union-attr,assignment]
-            elif what == "backward() 1 times":  # beyond the declared one: nothing of it is sent before the step
+            elif (
+                what == "of 1 backward() calls, and rank 1 of 2"
+            ):  # beyond the declared one: nothing of it is sent before the step
                 backward(model, step, rank)
             else:
                 optimizer.param_groups[0]["lr"] = 0.5
@@ -170,7 +172,7 @@ def changed_on_one(rank: int, what: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("what", ["gradients", "param_groups", "backward() 1 times"])
+@pytest.mark.parametrize("what", ["gradients", "param_groups", "of 1 backward() calls, and rank 1 of 2"])
 def test_changes_on_one_rank_raise_on_all(two_ranks: RankProcesses, what: str) -> None:
     for text in messages(two_ranks.outcomes(changed_on_one, what)):
         assert what in text

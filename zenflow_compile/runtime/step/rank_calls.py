@@ -122,8 +122,8 @@ class StepMessages:
         """Raise on all ranks: beyond the declared backwards nothing is sent, so that no message came in between."""
         first, other = (int.from_bytes(rows[each][16:20], "little") for each in (0, rank))
         raise self.group.failure(
-            f"in step {self.group.step} rank 0 has called backward() {first} times since its last step, and rank "
-            f"{rank} {other} times: all ranks make the same calls, and skip a step or a batch alike"
+            f"in step {self.group.step} rank 0 has gradients of {first} backward() calls, and rank {rank} of {other}: "
+            "all ranks make the same calls, and skip a step or a batch alike"
         )
 
     def _refuse_other_gradients(self, rank: int) -> None:
