@@ -579,8 +579,8 @@ def _warn_of_files(rules: Sequence[Rule], given: Options) -> None:
     kinds = {type(rule).__name__ for rule in rules if rule.of_matrix}
     if given.in_files and kinds:
         warnings.warn(
-            f"{', '.join(sorted(kinds))} keeps its state in host memory in this version, and not in files: 4 bytes per "
-            'element, and 4 for masters of bf16 and fp16 weights. state_dtype="bf16" or "fp8" takes less',
+            f"state of matrices that are updated whole ({', '.join(sorted(kinds))}) stays in host memory in this "
+            "version, and not in files",
             stacklevel=user_stacklevel(),
         )
 

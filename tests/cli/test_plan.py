@@ -242,6 +242,9 @@ def test_files_have_no_state_of_matrices(capsys: pytest.CaptureFixture[str]) -> 
         assert main.main([*SMALL, "--rule", "Muon", "--policy", policy]) == 0
         assert (said in " ".join(capsys.readouterr().out.split())) is expected
         assert (said in answer([*SMALL, "--rule", "Muon", "--policy", policy], capsys)["notes"]) is expected
+    assert said not in zf.plan("llama3.2-1b", "h200", tokens=1024, rule="Muon", recompute=True)["notes"]
+    windows = zf.plan("llama3.2-1b", "h200", tokens=1024, rule="Muon", policy="zenflow", recompute=True)["notes"]
+    assert [note.partition(":")[0] for note in windows] == ["Not exactly AdamW"]  # which has the rest, and its windows
 
 
 def test_several_devices_are_predicted_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ def first_step(rank: int, difference: str) -> None:
             nn.init.normal_(model.up.weight)  # type: ignore[arg-type,union-attr]
         elif difference == "param groups":
             adam["lr"] = 0.5
+            adam["maximize"] = True
         elif difference == "versions of torch":
             torch.__version__ = torch.torch_version.TorchVersion("9.9")
     optimizer = ZenFlowAdamW(model.named_parameters(), **adam, **options, process_group=dist.group.WORLD)
@@ -53,7 +54,7 @@ def first_step(rank: int, difference: str) -> None:
         ("options", "{'topk_ratio': 0.25} and {'topk_ratio': 0.5}"),
         ("parameters", "{4: [[66, 32], 'torch.float32', True], 5: [[66], 'torch.float32', True]} and {4: [[65, 32], "),
         ("weights", ""),
-        ("param groups", "{0: {'lr': 0.01}} and {0: {'lr': 0.5}}"),
+        ("param groups", "{0: {'lr': 0.01, 'maximize': False}} and {0: {'lr': 0.5, 'maximize': True}}"),
         ("versions of torch", f"{torch.__version__} and 9.9"),
     ],
 )
@@ -154,6 +155,9 @@ def test_ranks_may_train_alone(two_ranks: RankProcesses) -> None:
     assert first != second
 
 
+UNDECLARED = "0 backward() calls beyond the declared ones, and rank 1 1"
+
+
 def changed_on_one(rank: int, what: str) -> None:
     model = uneven()
     optimizer = on_ranks(model, **ALL_POLICIES["zenflow"], gradient_accumulation_steps=1)
@@ -162,9 +166,7 @@ def changed_on_one(rank: int, what: str) -> None:
         if rank == step == 1:
             if what == "gradients":
                 model.up.weight.grad = None  # type: ignore[union-attr,assignment]
-            elif (
-                what == "of 1 backward() calls, and rank 1 of 2"
-            ):  # beyond the declared one: nothing of it is sent before the step
+            elif what == UNDECLARED:  # nothing of it is sent before the step
                 backward(model, step, rank)
             else:
                 optimizer.param_groups[0]["lr"] = 0.5
@@ -172,7 +174,7 @@ def changed_on_one(rank: int, what: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("what", ["gradients", "param_groups", "of 1 backward() calls, and rank 1 of 2"])
+@pytest.mark.parametrize("what", ["gradients", "param_groups", UNDECLARED])
 def test_changes_on_one_rank_raise_on_all(two_ranks: RankProcesses, what: str) -> None:
     for text in messages(two_ranks.outcomes(changed_on_one, what)):
         assert what in text

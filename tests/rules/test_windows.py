@@ -141,4 +141,6 @@ def test_state_that_is_not_in_files_is_warned_of(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ZenFlow([torch.nn.Parameter(torch.randn(64, 64))], rule, **options).close()
-    assert [True for each in caught if "Muon keeps its state in host memory" in str(each.message)] == [True] * warned
+    assert [True for each in caught if "updated whole (Muon) stays in host memory" in str(each.message)] == [
+        True
+    ] * warned

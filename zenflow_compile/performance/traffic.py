@@ -56,16 +56,6 @@ class Traffic:
         """Bytes of offloaded weights that cross to the device per step."""
         return self.forward_loads + self.backward_loads + self.rewritten
 
-    @property
-    def all_to_host(self) -> float:
-        """Bytes that cross to the host per step, streamed state and weights included."""
-        return self.to_host + self.state + self.rewritten
-
-    @property
-    def all_to_device(self) -> float:
-        """Bytes that cross to the device per step, streamed state and weights included."""
-        return self.to_device + self.state + self.loads
-
     def at_interval(self, interval: int, other: int) -> Traffic | None:
         """The traffic with update windows of ``other`` steps; None unless all windows have ``interval`` steps."""
         if not math.isclose(self.host, self.host_per_window / interval + self.host_per_gradient):
@@ -223,8 +213,8 @@ def rank_traffic(plan: Plan, ranks: int, exchange: Sharing, *, nodes: int = 1) -
         reduced=0 if alone else weights,
         gathered=0 if alone else gathers * weights,
         across=weights / ranks if exchange is Sharing.HYBRID else 0,
-        to_host=own.all_to_host / dividing,
-        to_device=own.all_to_device / dividing,
+        to_host=(own.to_host + own.state) / dividing,
+        to_device=(own.to_device + own.state) / dividing,
         host_bytes=plan.host_bytes * ranks // dividing,
         selection_bytes=0,
     )
@@ -256,8 +246,8 @@ def _traffic_of_shares(plan: Plan, ranks: int, nodes: int) -> RankTraffic:
         all_reduced=all_reduced,
         reduced=reduced,
         gathered=gathered,
-        to_host=max(each.all_to_host for each in of_shares),
-        to_device=max(each.all_to_device for each in of_shares),
+        to_host=max(each.to_host + each.state for each in of_shares),
+        to_device=max(each.to_device + each.state for each in of_shares),
         host_bytes=copies * sum(share.host_bytes for share in shares),
         selection_bytes=_INDEX_BYTES * selections,
     )

@@ -77,12 +77,13 @@ class Prediction:
             return None
         ways, remedies = ", ".join(found), " and ".join(found.values())
         what = "weights" if [*found] == [ROUNDED] else "deferred columns"
-        return f"Not exactly {type(self.scenario.rule).__name__}: {what} are updated {ways}. Exact with {remedies}."
+        rules = [spec.rule for spec in self.scenario.model.params if not spec.rule.of_matrix]  # those with windows
+        return f"Not exactly {type(rules[0]).__name__}: {what} are updated {ways}. Exact with {remedies}."
 
     @property
     def not_in_files(self) -> str | None:
-        """What state is not in files although others are, as a sentence; None if there is none."""
-        if not (self.scenario.rule.of_matrix and any(sum(each.needs.disk.values()) for each in self.forecasts)):
+        """What state of the shown run is not in files although others are, as a sentence; None if there is none."""
+        if not (self.scenario.rule.of_matrix and sum(self.shown.needs.disk.values())):
             return None
         rule = type(self.scenario.rule).__name__
         return f"{rule} keeps its state in host memory, also where that of others is in files."

@@ -48,7 +48,9 @@ class StepRunner:
         core.check()
         for call in core.moments.enter_step:
             call()
-        with self.calls.step(core.step, core.backward.count) as shortest_window:
+        declared = core.options.gradient_accumulation_steps
+        undeclared = 0 if declared is None else max(0, core.backward.count - declared)
+        with self.calls.step(core.step, undeclared) as shortest_window:
             if self.schedule.shortest_window is None:
                 self.schedule.shortest_window = shortest_window
             present, untaken = self.registry.check_gradients()

@@ -226,13 +226,19 @@ def _checksums(params: Sequence[Tensor]) -> list[int]:
     return checksums
 
 
+_ABSENT = "absent"
+
+
 def _unlike(first: Any, other: Any) -> tuple[object, object]:
     """The entries in which two dicts differ, or by place two lists of one length; other values as they are."""
-    if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+    if isinstance(first, list) and isinstance(other, list):
+        if len(first) != len(other):
+            return f"{len(first)} of them", f"{len(other)} of them"
         first, other = dict(enumerate(first)), dict(enumerate(other))
     if not (isinstance(first, dict) and isinstance(other, dict)):
         return first, other
-    pairs = [(name, value, other.get(name)) for name, value in first.items() if value != other.get(name)]
+    both = [(name, first.get(name, _ABSENT), other.get(name, _ABSENT)) for name in {**first, **other}]
+    pairs = [(name, mine, theirs) for name, mine, theirs in both if mine != theirs]
     inner = [(name, *(_unlike(*values) if isinstance(values[0], dict) else values)) for name, *values in pairs]
     return {name: mine for name, mine, _ in inner}, {name: theirs for name, _, theirs in inner}
 

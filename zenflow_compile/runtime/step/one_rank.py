@@ -67,12 +67,12 @@ class OneRank:
 
     # A step.
 
-    def step(self, number: int, backwards: int) -> AbstractContextManager[int | None]:
-        """Run an optimizer step, which follows ``backwards``, inside of the block.
+    def step(self, number: int, undeclared: int) -> AbstractContextManager[int | None]:
+        """Run an optimizer step inside of the block; ``undeclared``: backwards beyond gradient_accumulation_steps.
 
         Yields the shortest update window of rank 0, if it is told.
         """
-        del number, backwards
+        del number, undeclared
         return nullcontext()
 
     def shortest_window(self, measured: int | None) -> int | None:

@@ -82,11 +82,11 @@ class StepMessages:
         self._reductions = ""
         self.measured_window: int | None = None
 
-    def own(self, backwards: int) -> bytes:
-        """What a rank tells the others in each step, which follows ``backwards``: 20 bytes."""
+    def own(self, undeclared: int) -> bytes:
+        """What a rank tells the others in each step: 20 bytes. ``undeclared``: see ``OneRank.step``."""
         reductions, self._reductions = self.group.shard_reductions.take()
         digests = self._digest_of_groups() + self._digest_of_gradients() + reductions
-        return _word(self.measured_window or 0) + digests + _word(backwards)
+        return _word(self.measured_window or 0) + digests + _word(undeclared)
 
     def check(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
         """Raise RankError if ranks are not about to do the same step. Returns the shortest window of rank 0's host.
@@ -119,11 +119,11 @@ class StepMessages:
         )
 
     def _refuse_other_backwards(self, rows: Sequence[bytes], rank: int) -> None:
-        """Raise on all ranks: beyond the declared backwards nothing is sent, so that no message came in between."""
+        """Raise on all ranks: gradients of undeclared backwards are sent in the step, and no message told of them."""
         first, other = (int.from_bytes(rows[each][16:20], "little") for each in (0, rank))
         raise self.group.failure(
-            f"in step {self.group.step} rank 0 has gradients of {first} backward() calls, and rank {rank} of {other}: "
-            "all ranks make the same calls, and skip a step or a batch alike"
+            f"in step {self.group.step} rank 0 has run {first} backward() calls beyond the declared ones, and rank "
+            f"{rank} {other} (gradient_accumulation_steps): all ranks make the same calls, and skip a step alike"
         )
 
     def _refuse_other_gradients(self, rank: int) -> None:
@@ -206,7 +206,7 @@ class RankCalls(SeveralRanks):
             self.reduction.finish()
 
     @contextmanager
-    def step(self, number: int, backwards: int) -> Iterator[int | None]:
+    def step(self, number: int, undeclared: int) -> Iterator[int | None]:
         """Run an optimizer step inside of the block, with what ``StepMessages.check`` returns.
 
         Gradients that wait for declared backwards are sent first. Raises RankError if not all ranks call it, one has
@@ -214,7 +214,7 @@ class RankCalls(SeveralRanks):
         """
         self.group.step = number
         with self.group.announcing():
-            head = self.messages.own(backwards) + bytes([self.reduction.has_unsent()])
+            head = self.messages.own(undeclared) + bytes([self.reduction.has_unsent()])
             writes = self._notice_writes(number)
             for offloaded in self._registry.offloaded.values():
                 offloaded.receive_weights()
@@ -323,14 +323,14 @@ class ShardCalls(SeveralRanks):
     )
 
     @contextmanager
-    def step(self, number: int, backwards: int) -> Iterator[int | None]:
+    def step(self, number: int, undeclared: int) -> Iterator[int | None]:
         """Run an optimizer step inside of the block, with what ``StepMessages.check`` returns.
 
         Raises RankError if not all ranks call it, one has failed, or they have other gradients or rates.
         """
         self.group.step = number
         with self.group.announcing():
-            rows = self.group.exchange(Call.STEP, self.messages.own(backwards))
+            rows = self.group.exchange(Call.STEP, self.messages.own(undeclared))
             yield self.messages.check(rows, gradients=True)
         self.group.step = number + 1
 
