@@ -161,7 +161,9 @@ def references(
 
 def assert_equal_runs(run: Run, expected: Run, *variants: Run) -> None:
     assert_trained(run.before, run.after)
-    assert_as_adamw(*(Numbers(each.after, each.losses, each.norms) for each in (run, expected, *variants)))
+    assert_as_adamw(
+        *(Numbers(each.after, {"losses": each.losses, "norms": each.norms}) for each in (run, expected, *variants))
+    )
     assert run.skipped == expected.skipped
     assert run.scales == expected.scales
 

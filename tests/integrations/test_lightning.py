@@ -237,7 +237,8 @@ def adamw_fits(setting: str) -> list[Fitted]:
 def numbers(ended: dict[str, Tensor], module: Regression) -> Numbers:
     assert module.losses
     assert module.norms
-    return Numbers(ended, module.losses, [norm for each in module.norms for _, norm in sorted(each.items())])
+    norms = {name: [each[name] for each in module.norms] for name in module.norms[0]}
+    return Numbers(ended, {"losses": module.losses, **norms})
 
 
 SHORT_SETTINGS = ("norm", "value", "accumulated", "bf16", "fp16_overflow", "skipped")

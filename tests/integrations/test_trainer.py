@@ -35,7 +35,9 @@ from tests.integrations.compare import (
     EXACT,
     INTERVALS,
     WINDOWED,
+    Numbers,
     Tokens,
+    assert_as_adamw,
     assert_bitwise,
     assert_trained,
     dense_gradients,
@@ -43,7 +45,6 @@ from tests.integrations.compare import (
     nudge,
     offloaded,
     open_gradients,
-    spread,
     tiny_llama,
     weights,
 )
@@ -167,19 +168,8 @@ HALF_VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def half_precision_bounds(variants: Sequence[Run]) -> dict[str, float]:
-    """Twice the spread of AdamW's own variants, since they are only a sample of the effects of rounding."""
-    logged = [torch.tensor([value for name in LOGGED for value in each.logged(name)]).double() for each in variants]
-    finite = torch.stack(logged).isfinite().all(0)
-    relative = (torch.stack(logged) / logged[0])[:, finite & (logged[0] != 0)]
-    return {
-        "within": max(1e-5, 2 * spread(each.weights for each in variants)),
-        "logged": max(1e-6, 2 * float((relative.amax(0) - relative.amin(0)).max())),
-    }
-
-
-def assert_as_adamw(run: Run, reference: Run, within: float = 1e-5, logged: float = 1e-6) -> None:
-    """Weights within ``within``; losses, gradient norms and evaluations within ``logged``; nothing made dense.
+def assert_equal_runs(run: Run, *variants: Run) -> None:
+    """Weights, losses, gradient norms and evaluations are AdamW's, and nothing was made dense.
 
     The Trainer clips with PyTorch's functions, which ask an offloaded gradient for its norm and multiply it: neither
     needs memory for it.
@@ -187,9 +177,8 @@ def assert_as_adamw(run: Run, reference: Run, within: float = 1e-5, logged: floa
     assert offloaded(run.optimizer) > 0
     assert run.dense == {}
     assert_trained(weights(model_of()), run.weights)
-    assert difference(run.weights, reference.weights) <= within
-    for name in LOGGED:
-        assert run.logged(name) == pytest.approx(reference.logged(name), rel=logged, nan_ok=True)
+    logs = ({name: each.logged(name) for name in LOGGED} for each in (run, *variants))
+    assert_as_adamw(*(Numbers(each.weights, log) for each, log in zip((run, *variants), logs, strict=True)))
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +198,7 @@ def test_defaults(entry: str) -> None:
     """Clipping, a linear schedule, groups with and without decay; with accumulation and evaluation."""
     arguments = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     run = train(entry, EXACT, **arguments)
-    assert_as_adamw(run, adamw(**arguments))
+    assert_equal_runs(run, adamw(**arguments))
     assert [group["weight_decay"] for group in run.optimizer.param_groups] == [0.01, 0.0]
     assert (len(run.optimizer.engine.graphs) > 0) == (entry != "eager")
 
@@ -218,8 +207,8 @@ def test_defaults(entry: str) -> None:
 def test_small_max_grad_norm_clips(entry: str) -> None:
     clipped, free = adamw(max_grad_norm=0.05), adamw(max_grad_norm=0.0)
     assert difference(clipped.weights, free.weights) > 1e-3
-    assert_as_adamw(train(entry, EXACT, max_grad_norm=0.05), clipped)
-    assert_as_adamw(train("eager", EXACT, max_grad_norm=0.0), free)  # the norm is logged without clipping, too
+    assert_equal_runs(train(entry, EXACT, max_grad_norm=0.05), clipped)
+    assert_equal_runs(train("eager", EXACT, max_grad_norm=0.0), free)  # the norm is logged without clipping, too
 
 
 def test_optimizers_argument_and_a_model_cast_later() -> None:
@@ -242,7 +231,7 @@ def test_optimizers_argument_and_a_model_cast_later() -> None:
         trainer.train()
         found.append(Run(trainer, weights(model), {}))
     assert all(weight.dtype == torch.float32 for weight in found[1].weights.values())
-    assert_as_adamw(found[1], found[0])
+    assert_equal_runs(found[1], found[0])
 
 
 @pytest.mark.parametrize("entry", ENTRIES[:2])
@@ -250,7 +239,7 @@ def test_bf16(entry: str) -> None:
     """Autocast multiplies rounding: AdamW's own variants differ as much."""
     variants = [adamw(bf16=True, **variant) for variant in HALF_VARIANTS]
     assert difference(variants[-1].weights, adamw().weights) > 0  # autocast is on
-    assert_as_adamw(train(entry, EXACT, bf16=True), variants[-1], **half_precision_bounds(variants))
+    assert_equal_runs(train(entry, EXACT, bf16=True), *reversed(variants))
 
 
 class ScalingTrainer(InnerEagerTrainer):
@@ -271,7 +260,7 @@ def test_fp16_with_a_skipped_step(entry: str) -> None:
     variants = [adamw(ScalingTrainer, **variant, **arguments) for variant in HALF_VARIANTS[:-1]]
     reference = variants[0]
     run = train(entry, EXACT, trainer=ScalingTrainer, **arguments)
-    assert_as_adamw(run, reference, **half_precision_bounds(variants))
+    assert_equal_runs(run, *variants)
     assert run.logged("learning_rate")[:3] == [0.01, 0.01, 0.008]  # the schedule waited for the skipped step
     assert run.trainer.accelerator.scaler.get_scale() == reference.trainer.accelerator.scaler.get_scale() == 2.0**14
     steps = {int(state["step"]) for state in run.optimizer.state.values()}
@@ -282,7 +271,7 @@ def test_fp16_without_a_scaler() -> None:
     """On the CPU Accelerate takes fp16=True and trains in the model's dtype, without a scaler."""
     run = train("eager", EXACT, fp16=True)
     assert run.trainer.accelerator.scaler is None
-    assert_as_adamw(run, adamw())
+    assert_equal_runs(run, adamw())
 
 
 @pytest.mark.matrix(2)
@@ -349,7 +338,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def test_gradient_checkpointing_compiled() -> None:
-    assert_as_adamw(train("compiled", EXACT, **FEATURES["checkpointing"]), _reference("checkpointing"))
+    assert_equal_runs(train("compiled", EXACT, **FEATURES["checkpointing"]), _reference("checkpointing"))
 
 
 @pytest.mark.long
@@ -361,11 +350,11 @@ def test_features(entry: str, feature: str, bf16: bool) -> None:
     unshifted = entry == "named" and feature == "label_smoothing"
     compiled = {"torch_compile_backend": "aot_eager"} if unshifted else {}
     if not bf16:
-        assert_as_adamw(train(entry, EXACT, **FEATURES[feature]), _reference(feature, **compiled))
+        assert_equal_runs(train(entry, EXACT, **FEATURES[feature]), _reference(feature, **compiled))
         return
     variants = [_reference(feature, bf16=True, **variant, **compiled) for variant in HALF_VARIANTS]
     run = train(entry, EXACT, bf16=True, **FEATURES[feature])
-    assert_as_adamw(run, variants[-1], **half_precision_bounds(variants))
+    assert_equal_runs(run, *reversed(variants))
 
 
 @functools.cache
@@ -385,7 +374,7 @@ def test_windows_do_not_depend_on_the_entry(feature: str) -> None:
 def test_inductor_behind_torch_compile_backend() -> None:
     arguments = {"eval_strategy": "steps", "eval_steps": 3}
     run = train("named", EXACT, trainer=Trainer, **arguments)
-    assert_as_adamw(run, adamw(**arguments))
+    assert_equal_runs(run, adamw(**arguments))
     assert len(run.optimizer.engine.graphs) > 0
 
 
@@ -410,7 +399,7 @@ def test_evaluation_and_prediction_before_training() -> None:
         trainer.train()
         runs.append(Run(trainer, weights(trainer.model), {}))
         losses.append([before, trainer.evaluate()["eval_loss"]])
-    assert_as_adamw(runs[1], runs[0])
+    assert_equal_runs(runs[1], runs[0])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[1][0] != losses[1][1]
 
@@ -439,7 +428,7 @@ def test_train_twice() -> None:
         run = train("compiled" if options else "eager", options)
         run.trainer.train()
         found.append(Run(run.trainer, weights(run.trainer.model), {}))
-    assert_as_adamw(found[1], found[0])
+    assert_equal_runs(found[1], found[0])
     assert difference(found[1].weights, adamw().weights) > 1e-3
 
 
@@ -925,4 +914,4 @@ def test_data_parallel_replicas() -> None:
     reference = train("eager", None, per_device_train_batch_size=2)
     run = train("named", EXACT, per_device_train_batch_size=2)
     assert isinstance(run.trainer.model_wrapped, ReplicatesByHand)
-    assert_as_adamw(run, reference)
+    assert_equal_runs(run, reference)
