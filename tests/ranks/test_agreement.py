@@ -174,6 +174,7 @@ def changed_on_one(rank: int, what: str) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.tier1
 @pytest.mark.parametrize("what", ["gradients", "param_groups", UNDECLARED])
 def test_changes_on_one_rank_raise_on_all(two_ranks: RankProcesses, what: str) -> None:
     for text in messages(two_ranks.outcomes(changed_on_one, what)):

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,19 @@ class SeveralRanks(OneRank):
                 raise ValueError(f"rank {rank} cannot load its state dict, so no rank has loaded one: {text}")
 
 
+_TOLD = struct.Struct("<I4s4s4sI")
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others in each step."""
+
+    window: int  # the shortest that its host keeps up with; 0 until it is measured
+    groups: bytes  # checksum of rates and the like
+    gradients: bytes  # checksum of which parameters have one
+    reductions: bytes  # checksum of what FSDP2 has averaged
+    undeclared: int  # see OneRank.step
+
+
 class StepMessages:
     """The messages of the optimizer steps of one engine, by which ranks see whether they do the same step.
 
@@ -83,10 +97,10 @@ class StepMessages:
         self.measured_window: int | None = None
 
     def own(self, undeclared: int) -> bytes:
-        """What a rank tells the others in each step: 20 bytes. ``undeclared``: see ``OneRank.step``."""
+        """What this rank tells the others in a step, see ``_Told``."""
         reductions, self._reductions = self.group.shard_reductions.take()
-        digests = self._digest_of_groups() + self._digest_of_gradients() + reductions
-        return _word(self.measured_window or 0) + digests + _word(undeclared)
+        digests = self._digest_of_groups(), self._digest_of_gradients(), reductions
+        return _TOLD.pack(*_Told(self.measured_window or 0, *digests, undeclared))
 
     def check(self, rows: Sequence[bytes], *, gradients: bool) -> int | None:
         """Raise RankError if ranks are not about to do the same step. Returns the shortest window of rank 0's host.
@@ -95,18 +109,19 @@ class StepMessages:
             rows: what the ranks have sent, which begins with ``own``.
             gradients: all gradients have been sent, so that ranks have those of the same parameters.
         """
-        if (rank := first_difference([row[4:8] for row in rows])) is not None:
+        told = [_Told(*_TOLD.unpack_from(row)) for row in rows]
+        if (rank := first_difference([each.groups for each in told])) is not None:
             raise self.group.failure(
                 f"rank 0 and rank {rank} have different values in param_groups in step {self.group.step}: all ranks "
                 "set and schedule them alike"
             )
-        if (rank := first_difference([row[12:16] for row in rows])) is not None:
+        if (rank := first_difference([each.reductions for each in told])) is not None:
             self._refuse_other_reductions(rank)
-        if (rank := first_difference([row[16:20] for row in rows])) is not None:
-            self._refuse_other_backwards(rows, rank)
-        if gradients and (rank := first_difference([row[8:12] for row in rows])) is not None:
+        if (rank := first_difference([each.undeclared for each in told])) is not None:
+            self._refuse_other_backwards(told[0].undeclared, rank, told[rank].undeclared)
+        if gradients and (rank := first_difference([each.gradients for each in told])) is not None:
             self._refuse_other_gradients(rank)
-        return int.from_bytes(rows[0][:4], "little") or None
+        return told[0].window or None
 
     def _refuse_other_reductions(self, rank: int) -> None:
         """Raise on all ranks, which have seen that FSDP2 averaged gradients of other parameters on ``rank``."""
@@ -118,9 +133,8 @@ class StepMessages:
             f"has none or another one: {self._alike}"
         )
 
-    def _refuse_other_backwards(self, rows: Sequence[bytes], rank: int) -> None:
+    def _refuse_other_backwards(self, first: int, rank: int, other: int) -> None:
         """Raise on all ranks: gradients of undeclared backwards are sent in the step, and no message told of them."""
-        first, other = (int.from_bytes(rows[each][16:20], "little") for each in (0, rank))
         raise self.group.failure(
             f"in step {self.group.step} rank 0 has run {first} backward() calls beyond the declared ones, and rank "
             f"{rank} {other} (gradient_accumulation_steps): all ranks make the same calls, and skip a step alike"
@@ -152,11 +166,7 @@ class StepMessages:
 
 
 def _digest(content: bytes) -> bytes:
-    return _word(zlib.crc32(content))
-
-
-def _word(number: int) -> bytes:
-    return number.to_bytes(4, "little")
+    return zlib.crc32(content).to_bytes(4, "little")
 
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
