@@ -90,7 +90,7 @@ class LazyEngine:
         check_native_code()
         for rule in rules:
             _compile(rule)
-        _check_offloaded_weights(given, alone=ranks is None)
+        given.check_weights_of_ranks(several=ranks is not None)
         if given.offload_weights == "auto":
             check_room(device_of(params[0].device))
         earlier = _owners_of(params)
@@ -254,7 +254,7 @@ class LazyEngine:
         device = self.claim.params[0].device
         refuse_sharded(self.claim.params)  # again: a strategy may have sharded them since construction
         check_devices(self.claim.params, device)
-        _check_offloaded_weights(self._given, alone=self._ranks is None)
+        self._given.check_weights_of_ranks(several=self._ranks is not None)
         options = _resolve(self._given, named, self._rules, in_backward=self._updating_in_backward)
         if self._ranks is not None:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
@@ -346,19 +346,6 @@ def check_devices(params: Sequence[Tensor], device: torch.device) -> None:
                 f"a parameter is on {param.device} and the others are on {device}; move the model to one device first "
                 '(without device_map="auto" or pipeline stages), or use one optimizer per device'
             )
-
-
-def _check_offloaded_weights(options: Options, *, alone: bool) -> None:
-    """
-    Raises:
-        ValueError: several ranks train with ``offload_weights``, which this version does not serve.
-    """
-    if options.offload_weights is not False and not alone:
-        raise ValueError(
-            f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
-            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too (not "
-            "with Muon, which needs whole matrices)"
-        )
 
 
 def _chosen_by_model(options: Options) -> bool:

@@ -14,7 +14,6 @@ from rich.console import Console
 
 import zenflow_compile as zf
 from tests.support.machines import layers, llama, machine
-from zenflow_compile.lazy_engine import _check_offloaded_weights
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware, hardware
 from zenflow_compile.performance.model_shape import ModelShape
@@ -380,7 +379,7 @@ def test_several_ranks_are_refused_alike(given: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="with several ranks") as planned:
         zf.plan(llama(), hardware, tokens=1, offload_weights=0.5, **given)
     with pytest.raises(ValueError, match="with several ranks") as trained:
-        _check_offloaded_weights(Options(offload_weights=0.5), alone=False)
+        Options(offload_weights=0.5).check_weights_of_ranks(several=True)
     assert str(planned.value).startswith(str(trained.value))
 
 

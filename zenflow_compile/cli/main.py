@@ -128,9 +128,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="search the options that are not given: the least memory without a slower step, and what less costs",
     )
     parser.add_argument("--svg", metavar="FILE", help="with --frontier: draw it; needs the extra plots")
-    parser.add_argument(
-        "--exact", action="store_true", help="with --frontier or --models: only plans with AdamW's numbers"
-    )
+    parser.add_argument("--exact", action="store_true", help="with --frontier or --models: only exact plans")
     parser.add_argument(
         "--bytes",
         action="store_true",

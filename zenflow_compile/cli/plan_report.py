@@ -424,7 +424,7 @@ def _draw(axes: Axes, label: str, found: Frontier, plans: Sequence[Forecast], me
         axes.scatter(size, each.step_s, color="tab:blue", facecolor="tab:blue" if exact else "white", zorder=2)
         number = str(found.points.index(each) + 1)
         axes.annotate(number, (size, each.step_s), xytext=(4, 4), textcoords="offset points")
-    axes.set_xlabel(f"{label} (filled: AdamW's numbers)")
+    axes.set_xlabel(f"{label} (filled: exact)")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

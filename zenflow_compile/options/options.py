@@ -433,6 +433,15 @@ class Options:
         """Whether offloaded weights live in files."""
         return self.offload_device == "nvme_all"
 
+    def check_weights_of_ranks(self, *, several: bool, remedy: str = "") -> None:
+        """Raise ValueError if ``several`` ranks train with ``offload_weights``; ``remedy``: another way out."""
+        if several and self.offload_weights is not False:
+            raise ValueError(
+                f"offload_weights={self.offload_weights!r} with several ranks is not supported in this version; pass "
+                "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too "
+                f"(not with Muon, which needs whole matrices){remedy}"
+            )
+
     def threads(self, cores: int) -> int | None:
         """Workers that the option asks for where there are so many physical cores; None leaves them to the machine."""
         if isinstance(self.workers, float):

@@ -65,7 +65,7 @@ def frontier(scenario: Scenario, given: Collection[str] = (), *, exact: bool = F
     Args:
         scenario: with the memory that a plan may use.
         given: names of options that the user chose. All others are searched.
-        exact: only plans that give AdamW's numbers, to rounding.
+        exact: only plans that give the rule's numbers in every step, to rounding.
 
     Raises:
         ValueError: the given options exclude each other under every policy, or the hardware lacks a number.

@@ -229,12 +229,12 @@ class Forecast:
 
     @property
     def exact(self) -> bool:
-        """Whether the numbers are those of AdamW, to rounding."""
+        """Whether the numbers are those of the rule in every step, to rounding."""
         return not self.departures
 
     @property
     def departures(self) -> dict[str, str]:
-        """How the numbers differ from AdamW's, each with the option that makes them equal; empty if they do not."""
+        """How the numbers differ from the rule's, each with the option that makes them equal; empty if they do not."""
         options = Options.from_keywords(**self.options)
         return departures(options) if self.traffic else _rounding(options)
 
@@ -252,7 +252,7 @@ class Forecast:
 
 
 def departures(options: Options) -> dict[str, str]:
-    """How deferred columns differ from AdamW's, each with the option that makes them equal; empty if they do not."""
+    """How deferred columns differ from the rule's, each with the option that makes them equal; empty if they do not."""
     if options.policy != "zenflow":
         return _rounding(options)
     most = "up to " if options.adaptive else ""

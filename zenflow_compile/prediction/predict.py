@@ -77,8 +77,9 @@ class Prediction:
             return None
         ways, remedies = ", ".join(found), " and ".join(found.values())
         what = "weights" if [*found] == [ROUNDED] else "deferred columns"
-        rules = [spec.rule for spec in self.scenario.model.params if not spec.rule.of_matrix]  # those with windows
-        return f"Not exactly {type(rules[0]).__name__}: {what} are updated {ways}. Exact with {remedies}."
+        of_windows = (spec.rule for spec in self.scenario.model.params if not spec.rule.of_matrix)
+        rule = type(next(of_windows, self.scenario.rule)).__name__
+        return f"Not exactly {rule}: {what} are updated {ways}. Exact with {remedies}."
 
     @property
     def not_in_files(self) -> str | None:
@@ -342,12 +343,7 @@ def _check_offloaded_weights(options: Options, hardware: Hardware) -> None:
             'files. A prediction with "nvme" has the device memory of both; weights in files take the bytes of their '
             "upload buffers from the host's memory to the disk, and host_window_bytes bounds what caches them"
         )
-    if options.offload_weights is not False and hardware.all_devices > 1:
-        raise ValueError(
-            f"offload_weights={options.offload_weights!r} with several ranks is not supported in this version; pass "
-            "offload_weights=False, and shard the model by fully_shard (FSDP2), which divides the weights, too (not "
-            "with Muon, which needs whole matrices); devices=1 plans a single one"
-        )
+    options.check_weights_of_ranks(several=hardware.all_devices > 1, remedy="; devices=1 plans a single one")
 
 
 def _of_micro_batch(tokens: int, options: Options) -> int:

@@ -82,7 +82,7 @@ class SearchSpace:
     Args:
         scenario: with the memory of the hardware that a plan may use.
         given: see ``dimensions``.
-        exact: only plans that give AdamW's numbers, to rounding.
+        exact: only plans that give the rule's numbers in every step, to rounding.
         divide_only: only how the tokens of a step are divided, and recomputation; the scenario has the options.
     """
 

@@ -226,9 +226,6 @@ def _checksums(params: Sequence[Tensor]) -> list[int]:
     return checksums
 
 
-_ABSENT = "absent"
-
-
 def _unlike(first: Any, other: Any) -> tuple[object, object]:
     """The entries in which two dicts differ, or by place two lists of one length; other values as they are."""
     if isinstance(first, list) and isinstance(other, list):
@@ -237,10 +234,10 @@ def _unlike(first: Any, other: Any) -> tuple[object, object]:
         first, other = dict(enumerate(first)), dict(enumerate(other))
     if not (isinstance(first, dict) and isinstance(other, dict)):
         return first, other
-    both = [(name, first.get(name, _ABSENT), other.get(name, _ABSENT)) for name in {**first, **other}]
-    pairs = [(name, mine, theirs) for name, mine, theirs in both if mine != theirs]
-    inner = [(name, *(_unlike(*values) if isinstance(values[0], dict) else values)) for name, *values in pairs]
-    return {name: mine for name, mine, _ in inner}, {name: theirs for name, _, theirs in inner}
+    both = {name: (first.get(name, "absent"), other.get(name, "absent")) for name in {**first, **other}}
+    unlike = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    inner = {name: _unlike(*pair) if isinstance(pair[0], dict) else pair for name, pair in unlike.items()}
+    return {name: mine for name, (mine, _) in inner.items()}, {name: theirs for name, (_, theirs) in inner.items()}
 
 
 def _short(value: object) -> str:
