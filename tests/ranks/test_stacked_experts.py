@@ -147,7 +147,9 @@ def train_family(rank: int | None, family: str, name: str | None) -> list[Tensor
         optimizer: Any = torch.optim.AdamW([param for _, param in params], lr=1e-2, eps=1e-3)
     else:
         options = {"min_offload_size": 100, **{**ALL_POLICIES, **WINDOWED}[name]}
-        optimizer = ZenFlowAdamW(params, lr=1e-2, eps=1e-3, **options, process_group=dist.group.WORLD)
+        optimizer = ZenFlowAdamW(
+            params, lr=1e-2, eps=1e-3, **options, process_group=None if rank is None else dist.group.WORLD
+        )
     for step in range(8):
         for each in (0, 1) if rank is None else (rank,):
             (loss_of(model, 2 * step + each) / (2 if rank is None else 1)).backward()
@@ -156,17 +158,17 @@ def train_family(rank: int | None, family: str, name: str | None) -> list[Tensor
     if name is not None:
         divided = [each.plan.whole for each in optimizer.engine.offloaded.values()]
         stacks = [plan for plan in divided if len(plan.shape) == 3 and plan.slices == plan.shape[0] * plan.shape[1]]
-        assert stacks
+        assert stacks or name == "deep_optimizer_states"  # it may stream all of them
         optimizer.close()
     return [param.detach().clone() for param in model.parameters()]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["zenflow", "re-selecting"])
+@pytest.mark.parametrize("name", ["zero_offload", "deep_optimizer_states", "zenflow", "re-selecting"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_experts_train_on_two_ranks(two_ranks: RankProcesses, family: str, name: str) -> None:
     """Some experts get tokens on one rank only, or on none."""
     found = two_ranks.call(train_family, family, name)
     assert_equal_ranks(found)
-    if name in ALL_POLICIES:
-        assert difference(found[0], train_family(None, family, None)) < 1e-5
+    expected = train_family(None, family, None if name in ALL_POLICIES else name)
+    assert difference(found[0], expected) < (1e-5 if name in ALL_POLICIES else 1e-3)
