@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def not_in_files(self) -> str | None:
-        """What state of the shown run is not in files although others are, as a sentence; None if there is none."""
+        """Which state the shown run keeps in memory and not in files, as a sentence; None if it uses no files."""
         if not (self.scenario.rule.of_matrix and sum(self.shown.needs.disk.values())):
             return None
         rule = type(self.scenario.rule).__name__

@@ -227,7 +227,7 @@ def _checksums(params: Sequence[Tensor]) -> list[int]:
 
 
 def _unlike(first: Any, other: Any) -> tuple[object, object]:
-    """The entries in which two dicts differ, or by place two lists of one length; other values as they are."""
+    """Return the entries in which two dicts or lists differ, the lengths of unequal lists, or other values as given."""
     if isinstance(first, list) and isinstance(other, list):
         if len(first) != len(other):
             return f"{len(first)} of them", f"{len(other)} of them"

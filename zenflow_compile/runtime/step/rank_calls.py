@@ -134,7 +134,7 @@ class StepMessages:
         )
 
     def _refuse_other_backwards(self, first: int, rank: int, other: int) -> None:
-        """Raise on all ranks: gradients of undeclared backwards are sent in the step, and no message told of them."""
+        """Raise on all ranks: gradients of undeclared backwards are sent in the step, and no message tells of them."""
         raise self.group.failure(
             f"in step {self.group.step} rank 0 has run {first} backward() calls beyond the declared ones, and rank "
             f"{rank} {other} (gradient_accumulation_steps): all ranks make the same calls, and skip a step alike"
