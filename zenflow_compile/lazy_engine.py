@@ -97,6 +97,7 @@ class LazyEngine:
         self._check_plan(params, freed=sum(each.host_bytes for each in earlier))
         self.claim = Claim(optimizer)
         self._claim(params, earlier)
+        _warn_of_files(rules, given)
 
     @property
     def options(self) -> Options:
@@ -167,6 +168,7 @@ class LazyEngine:
             self._calls.pop()
             self.claim.keep(claimed)
             raise
+        _warn_of_files(self._rules[-1:], self._options)
 
     def _claim(self, params: Sequence[Parameter], earlier: Sequence[LazyEngine]) -> None:
         """Claim ``params``, which ``earlier`` optimizers give up with a warning; several ranks in the same order."""
@@ -258,6 +260,8 @@ class LazyEngine:
         options = _resolve(self._given, named, self._rules, in_backward=self._updating_in_backward)
         if self._ranks is not None:
             options = agreed(self._ranks, self._given, options, self._groups, self.claim.params)
+        if _chosen_by_model(self._given):
+            _warn_of_files(self._rules, options)
         sharded = sharding_of(self.claim.params) is not None
         engine = Engine(
             self._groups,
@@ -308,6 +312,17 @@ def _compile(rule: Rule) -> None:
         trace(rule)  # a rule of matrices has none
     else:
         rule_address(rule)
+
+
+def _warn_of_files(rules: Sequence[Rule], options: Options) -> None:
+    """Warn if state of matrices stays in host memory where state goes to files."""
+    kinds = {type(rule).__name__ for rule in rules if rule.of_matrix}
+    if options.in_files and kinds:
+        warnings.warn(
+            f"state of matrices that are updated whole ({', '.join(sorted(kinds))}) stays in host memory in this "
+            "version, and not in files",
+            stacklevel=user_stacklevel(),
+        )
 
 
 def _owners_of(params: Sequence[Tensor]) -> list[LazyEngine]:

@@ -121,7 +121,6 @@ class ZenFlow(torch.optim.Optimizer):
             raise ValueError("params has groups but no parameter; give the optimizer the model's parameters")
         check_devices(params, params[0].device)
         _warn_of_windows(self.param_groups, self.rules, given)
-        _warn_of_files(self.rules, given)
         self._trains_alone = process_group is False
         ranks = rank_group(process_group, params, params[0].device)
         self._lazy_engine = LazyEngine(self, given, self.rules, _backward_ended, ranks)
@@ -572,17 +571,6 @@ def _warn_of_windows(groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule],
                 "that have not moved. Pass update_interval=1, a lower lr, or less momentum",
                 stacklevel=user_stacklevel(),
             )
-
-
-def _warn_of_files(rules: Sequence[Rule], given: Options) -> None:
-    """Warn if state of matrices stays in host memory where the user wants state in files."""
-    kinds = {type(rule).__name__ for rule in rules if rule.of_matrix}
-    if given.in_files and kinds:
-        warnings.warn(
-            f"state of matrices that are updated whole ({', '.join(sorted(kinds))}) stays in host memory in this "
-            "version, and not in files",
-            stacklevel=user_stacklevel(),
-        )
 
 
 def _check_rule(rule: object) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.machines import SLOW_HOST, scenario
 from tests.support.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
-from zenflow_compile import ZenFlowAdamW, lazy_engine
+from zenflow_compile import ZenFlow, ZenFlowAdamW, lazy_engine, rules
 from zenflow_compile.backend import split_backend_options
 from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.options.options import Options
@@ -107,12 +107,15 @@ def test_error_names_missing_host_memory(measured: list[Hardware], tight: Hardwa
     ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL).close()  # the parameters have no owner
 
 
-def test_files_are_chosen_if_host_memory_is_short(
-    measured: list[Hardware], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def short_host(measured: list[Hardware], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose host has too little memory for the state of ``deep``."""
     monkeypatch.setattr(cached_state, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
     host_bytes = needed("zero_offload", "host", deep) - 1
     measured[0] = replace(SLOW_HOST, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
+
+
+def test_files_are_chosen_if_host_memory_is_short(short_host: None, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no policy fits.*of host memory; .*give nvme_path"):
         Training(None, AUTO, build=deep).run(0, 1)
     training = Training(None, {**AUTO, "nvme_path": str(tmp_path)}, build=deep).run(0, 2)
@@ -122,6 +125,22 @@ def test_files_are_chosen_if_host_memory_is_short(
     training.optimizer.close()
     with pytest.warns(UserWarning, match="saved with other options"):
         Training(None, {"policy": "resident"}, build=deep).load(saved)
+
+
+def test_state_of_matrices_outside_of_chosen_files_is_warned_of(
+    short_host: None, measured: list[Hardware], tmp_path: Path
+) -> None:
+    # Both memories are large enough for state in files alone; matrices are updated on the device.
+    measured[0] = replace(SLOW_HOST, device_bytes=50_000, host_bytes=20_000)
+    *others, last = (layer for layer in deep() if isinstance(layer, nn.Linear))
+    groups = [
+        {"params": [last.weight], "rule": rules.Muon()},
+        {"params": [param for layer in others for param in layer.parameters()]},
+    ]
+    optimizer = ZenFlow(groups, ADAMW, **OFFLOAD_ALL, **AUTO, nvme_path=str(tmp_path))
+    with pytest.warns(UserWarning, match=r"updated whole \(Muon\) stays in host memory"):
+        assert optimizer.options.in_files
+    optimizer.close()
 
 
 def test_state_of_another_choice_converts(measured: list[Hardware], tight: Hardware) -> None:

@@ -144,3 +144,12 @@ def test_state_that_is_not_in_files_is_warned_of(
     assert [True for each in caught if "updated whole (Muon) stays in host memory" in str(each.message)] == [
         True
     ] * warned
+
+
+def test_later_matrices_that_are_not_in_files_are_warned_of(tmp_path: Path) -> None:
+    optimizer = ZenFlow(
+        [torch.nn.Parameter(torch.randn(64, 64))], rules.AdamW(), policy="zero_infinity", nvme_path=str(tmp_path)
+    )
+    with pytest.warns(UserWarning, match=r"updated whole \(Muon\) stays in host memory"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.randn(8, 8))], "rule": rules.Muon()})
+    optimizer.close()
