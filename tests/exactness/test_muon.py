@@ -99,7 +99,9 @@ def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([param.detach().float().flatten() for param in model.parameters()])
 
 
-@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(
+    "clip", [pytest.param(None, marks=pytest.mark.tier1, id="unclipped"), pytest.param(0.1, id="clipped")]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_muon_is_pytorch_to_its_noise(form: str, clip: float | None) -> None:
     """The reference itself moves by so much if its weights are nudged in the last bit."""
