@@ -21,16 +21,15 @@ from benchmarks.common import Spread, Target, interleaved, option_parser, write_
 from zenflow_compile.runtime.gradients.gradient_record import GradientRecord
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 
-TENSORS = 300
 TARGET_RATIO, TARGET_GRAD_US = 2.5, 4.0
 
 
 class Layers(nn.Module):
     """Weights without biases, each in a separate product, so that the backward is short."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, tensors: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(TENSORS))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(tensors))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([layer(x).square().mean() for layer in self.layers]).sum()
@@ -43,9 +42,9 @@ class Training:
         first_us, second_us: of each step, what the two calls of ``clip_grad_norm_`` took per tensor.
     """
 
-    def __init__(self, width: int, *, offloaded: bool) -> None:
+    def __init__(self, width: int, tensors: int, *, offloaded: bool) -> None:
         torch.manual_seed(0)
-        self.model = Layers(width)
+        self.model = Layers(width, tensors)
         self.params = list(self.model.parameters())
         self.batch = torch.randn(4, width)
         self.optimizer: Any = (
@@ -62,7 +61,7 @@ class Training:
         for times in (self.first_us, self.second_us):
             began = time.perf_counter()
             nn.utils.clip_grad_norm_(self.params, 1e-3)
-            times.append(1e6 * (time.perf_counter() - began) / TENSORS)
+            times.append(1e6 * (time.perf_counter() - began) / len(self.params))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self.first_us[-1]
@@ -85,12 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks clipping``."""
     parser = option_parser("clipping", __doc__, rounds=60)
     parser.add_argument("--width", type=int, nargs="+", default=[64, 256], help="features per layer (%(default)s)")
+    parser.add_argument("--tensors", type=int, default=300, help="weights of the model (%(default)s)")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     targets: list[Target] = []
     for width in given.width:
-        dense, offloaded = Training(width, offloaded=False), Training(width, offloaded=True)
+        dense, offloaded = (Training(width, given.tensors, offloaded=offloaded) for offloaded in (False, True))
         for training in (dense, offloaded):
             for _ in range(5):  # a window of every phase, and caches
                 training.step()
@@ -98,12 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             training.second_us.clear()
         interleaved(given.rounds, {"dense": dense.step, "offloaded": offloaded.step}, warm_up=0)
         engine = offloaded.optimizer.engine
-        assert len(engine.offloaded) == TENSORS
+        assert len(engine.offloaded) == given.tensors
         ratios = [mine / other for mine, other in zip(offloaded.first_us, dense.first_us, strict=True)]
         put = grad_us(offloaded, given.rounds)
         row = {
             "width": width,
-            "tensors": TENSORS,
+            "tensors": given.tensors,
             "dense_gradients": engine.registry.gradients.dense,
             "ratio": Spread.of(ratios).row(),
             "clip_us": {"dense": Spread.of(dense.first_us).row(), "offloaded": Spread.of(offloaded.first_us).row()},

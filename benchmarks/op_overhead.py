@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from zenflow_compile.runtime.device_updates.resident_updates import ResidentUpda
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 from zenflow_compile.runtime.step import schedule, slice_updates
 
-TENSORS = 300
 TARGET_OP_US, TARGET_STEP_MS = 10.0, 4.0
 
 NODES = {
@@ -65,17 +65,17 @@ class Block(nn.Module):
         return x + down
 
 
-def linear_layers(width: int) -> nn.Module:
-    """150 weights, which are offloaded, and 150 biases, which are not."""
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(TENSORS // 2)))
+def linear_layers(tensors: int, width: int) -> nn.Module:
+    """As many weights, which are offloaded, as biases, which are not."""
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(tensors // 2)))
 
 
-def transformer_like(width: int) -> nn.Module:
-    """25 blocks: 100 offloaded matrices among 200 vectors on the device."""
-    return nn.Sequential(*(Block(width) for _ in range(TENSORS // 12)))
+def transformer_like(tensors: int, width: int) -> nn.Module:
+    """Blocks of 4 offloaded matrices among 8 vectors on the device."""
+    return nn.Sequential(*(Block(width) for _ in range(tensors // 12)))
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"linear": linear_layers, "transformer": transformer_like}
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {"linear": linear_layers, "transformer": transformer_like}
 
 
 @dataclass
@@ -209,12 +209,13 @@ class Training:
 
 def row_of(model: str, inner: str, arguments: argparse.Namespace, cost: Cost) -> dict[str, Any]:
     """Measure one model under one compiler."""
+    build = partial(MODELS[model], arguments.tensors)
     trainings = {
-        name: Training(MODELS[model], arguments.width, inner, policy)
+        name: Training(build, arguments.width, inner, policy)
         for name, policy in (("no_optimizer", None), ("resident", "resident"), ("zenflow", "zenflow"))
     }
     # The wrappers slow whole steps down: ops are measured in a run of their own.
-    ops = Training(MODELS[model], arguments.width, inner, "zenflow")
+    ops = Training(build, arguments.width, inner, "zenflow")
     ops.measure_ops()
     for training in (*trainings.values(), ops):
         for _ in range(2 * 4 + 1):  # compilation, and a full turn of all windows twice
@@ -329,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--inner", nargs="+", choices=("eager", "inductor"), default=["eager", "inductor"], help="(both)"
     )
+    parser.add_argument("--tensors", type=int, default=300, help="parameters of the model (%(default)s)")
     parser.add_argument("--width", type=int, default=32, help="features per layer (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="of a round and variant: whole windows (%(default)s)")
     parser.add_argument("--profile", action="store_true", help="print cProfile's table of the same steps, too")

@@ -41,7 +41,6 @@ INTERVAL = 4
 KEPT = 8  # layers whose state the planned runs keep on the device
 LIMIT = 0.03
 WARM_UP = 2 * INTERVAL
-STATE_BYTES = 8 * WIDTH * WIDTH  # of one fp32 layer: two moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +73,26 @@ def every_step_on_the_host(active: bool) -> Iterator[None]:
         yield
 
 
-def train(run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, float], list[Tensor]]:
+def train(
+    run: Run, layers: int, seconds: float, steps: int, width: int = WIDTH
+) -> tuple[dict[str, float], list[Tensor]]:
     """Train; returns what was measured and the final weights."""
     with SlowHost() as host:
-        return _train(host, run, layers, seconds, steps)
+        return _train(host, run, layers, seconds, steps, width)
 
 
-def _train(host: SlowHost, run: Run, layers: int, seconds: float, steps: int) -> tuple[dict[str, float], list[Tensor]]:
+def _train(
+    host: SlowHost, run: Run, layers: int, seconds: float, steps: int, width: int
+) -> tuple[dict[str, float], list[Tensor]]:
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = EmulatedModel(layers, WIDTH, seconds)
+    model = EmulatedModel(layers, width, seconds)
     options: dict[str, Any] = {
         "inner": "eager",
         "lr": 1e-3,
         "topk_ratio": 0.1,
         "update_interval": INTERVAL,
-        "device_share": KEPT * STATE_BYTES,
+        "device_share": KEPT * 8 * width * width,  # two moments of each fp32 layer
         "min_offload_size": 0,
         "weight_grad_bytes": "auto" if run.order == "forward" else 0,
         "workers": 1,
@@ -97,7 +100,7 @@ def _train(host: SlowHost, run: Run, layers: int, seconds: float, steps: int) ->
     if run.clipping:
         options["max_grad_norm"] = 0.5
     compiled = torch.compile(model, backend="zenflow", options=options)
-    batches = [torch.randn(BATCH, WIDTH) for _ in range(8)]
+    batches = [torch.randn(BATCH, width) for _ in range(8)]
     data = itertools.cycle(batches)
     with every_step_on_the_host(run.naive):
         compiled(next(data)).square().mean().backward()

@@ -72,7 +72,7 @@ class Turn:
 class Trainer:
     """One way of training; ``run``: of ``RUNS``."""
 
-    def __init__(self, run: str, given: Settings, iterations: float) -> None:
+    def __init__(self, run: str, given: Settings, iterations: float, subgroups: int) -> None:
         torch.manual_seed(0)
         self.model = EmulatedModel(given.layers, WIDTH, given.seconds)
         self.links = Link(), Link()
@@ -83,7 +83,7 @@ class Trainer:
         self.optimizer = zf.ZenFlow(self.model.parameters(), rule, policy=policy, min_offload_size=0, workers=1)
         self._call = torch.compile(self.model, backend="zenflow", options={"inner": "eager"})
         self._data = itertools.cycle([torch.randn(BATCH, WIDTH) for _ in range(8)])
-        elements = -(-given.layers // SUBGROUPS) * WIDTH**2
+        elements = -(-given.layers // subgroups) * WIDTH**2
         with (
             mock.patch.object(planners, "LARGEST_SUB_GROUP", elements),
             mock.patch.object(streamed_updates, "STREAM_BUFFERS", self._buffers),
@@ -122,26 +122,28 @@ class Trainer:
         return [param.detach().clone() for param in self.model.parameters()]
 
 
-def least_stall(copies: float, updates: float) -> float:
-    """Of ``SUBGROUPS`` of equal size, in the unit of its arguments: the time of all copies one way, and of updates."""
+def least_stall(copies: float, updates: float, subgroups: int = SUBGROUPS) -> float:
+    """Of subgroups of equal size, in the unit of its arguments: the time of all copies one way, and of updates."""
     first = STREAM_BUFFERS
-    return max(0.0, *(((k - first) * copies - (k - 1) * updates) / SUBGROUPS for k in range(first + 1, SUBGROUPS + 1)))
+    return max(0.0, *(((k - first) * copies - (k - 1) * updates) / subgroups for k in range(first + 1, subgroups + 1)))
 
 
-def compare(iterations: float, given: Settings) -> list[dict[str, Any]]:
+def compare(
+    iterations: float, given: Settings, shares: Sequence[float] = SHARES, subgroups: int = SUBGROUPS
+) -> list[dict[str, Any]]:
     """The rows of one duration of iterations, in durations of an operation."""
     torch.compiler.reset()
-    trainers = {run: Trainer(run, given, iterations) for run in RUNS}
+    trainers = {run: Trainer(run, given, iterations, subgroups) for run in RUNS}
     turns = {run: trainer.turn(WARM_UP) for run, trainer in trainers.items()}
     step_ms, copied = turns["on device"].step_ms, turns["streamed"].copied
     rows = []
-    for share in SHARES:
+    for share in shares:
         for trainer in trainers.values():
             for link in trainer.links:
                 link.seconds_per_byte = share * step_ms / 1e3 / copied
         updates_ms = iterations * given.seconds * given.layers * 1e3
         for row in compare_at(trainers, given):
-            link_ms = 0.0 if row["run"] == "on device" else least_stall(share * step_ms, updates_ms)
+            link_ms = 0.0 if row["run"] == "on device" else least_stall(share * step_ms, updates_ms, subgroups)
             rows.append(
                 {
                     **row,

@@ -182,16 +182,18 @@ class Trainer:
             return [param.detach().clone() for param in self.model.parameters()]
 
 
-def compare(policy: str, given: Settings) -> list[dict[str, Any]]:
+def compare(
+    policy: str, given: Settings, shares: Sequence[float] = SHARES, warm_up: int = WARM_UP
+) -> list[dict[str, Any]]:
     """The rows of one policy."""
     torch.compiler.reset()
     trainers = {run: Trainer(policy, run, given.layers, given.seconds) for run in RUNS}
     for trainer in trainers.values():
-        trainer.turn(WARM_UP)
-    steady = {run: trainer.turn(WARM_UP) for run, trainer in trainers.items()}
+        trainer.turn(warm_up)
+    steady = {run: trainer.turn(warm_up) for run, trainer in trainers.items()}
     device_ms, load_mb = steady["on device"].step_ms, steady["naive"].load_mb
     rows = []
-    for share in SHARES:
+    for share in shares:
         for trainer in trainers.values():
             trainer.link.seconds_per_byte = share * device_ms / 1e3 / (load_mb * 1e6)
         rows += compare_at(share * device_ms, trainers, given)

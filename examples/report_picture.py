@@ -22,7 +22,7 @@ from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_text, training_batch
 from examples.train_gpt import CORES_OF_PYTORCH, share_cores
 
-CONTEXT, LAYERS, WIDTH, BATCH = 64, 4, 384, 2
+CONTEXT, BATCH = 64, 2
 POLICIES = ("zero_offload", "zenflow")
 _WARM_UP_STEPS = 8  # compilation, and two update windows
 
@@ -55,11 +55,11 @@ _SVG = """\
 """
 
 
-def record(policy: str, *, steps: int, inner: str) -> zf.Profile:
+def record(policy: str, *, layers: int, width: int, steps: int, inner: str) -> zf.Profile:
     """Train for ``steps`` steps after a warm-up, and return their profile."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = GPT(GPTConfig(context=CONTEXT, layers=LAYERS, width=WIDTH, heads=WIDTH // 32))
+    model = GPT(GPTConfig(context=CONTEXT, layers=layers, width=width, heads=width // 32))
     text = load_text(4_000_000)
     windows: dict[str, Any] = {"full_warm_up_rounds": 0} if policy == "zenflow" else {}
     optimizer = zf.ZenFlowAdamW(
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``python -m examples.report_picture``."""
     parser = argparse.ArgumentParser(prog="python -m examples.report_picture", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for compare.svg and report.svg")
+    parser.add_argument("--layers", type=int, default=4, metavar="N", help="of the GPT (%(default)s)")
+    parser.add_argument("--width", type=int, default=384, metavar="N", help="of the GPT (%(default)s)")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="profiled steps (%(default)s)")
     parser.add_argument("--columns", type=int, default=92, metavar="N", help="width of the terminal (%(default)s)")
     parser.add_argument("--inner", choices=("inductor", "eager"), default="inductor", help="what compiles the graphs")
@@ -100,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 80 <= given.columns <= 100:
         parser.error(f"--columns {given.columns} must be from 80 to 100, what a page shows")
     share_cores(torch.device("cpu"))
-    profiles = [record(policy, steps=given.steps, inner=given.inner) for policy in POLICIES]
+    size = {"layers": given.layers, "width": given.width}
+    profiles = [record(policy, **size, steps=given.steps, inner=given.inner) for policy in POLICIES]
     comparison = zf.compare(profiles)
     pictures = {
         "compare.svg": picture(lambda console: console.print(comparison), "zf.compare([a, b])", given.columns),

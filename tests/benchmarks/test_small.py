@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks import clipping, gil_gap, op_overhead, parts, profiler_overhead, waiting_jobs
 
 
@@ -32,9 +30,8 @@ def test_profiler_overhead(results: Path) -> None:
     assert row["tensors"] == 4
 
 
-def test_op_overhead(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_overhead, "TENSORS", 24)
-    assert op_overhead.main(["--inner", "eager", "--rounds", "1", "--steps", "4"]) == 0
+def test_op_overhead(results: Path) -> None:
+    assert op_overhead.main(["--tensors", "24", "--inner", "eager", "--rounds", "1", "--steps", "4"]) == 0
     written = json.loads((results / "op_overhead.json").read_text())
     for row, offloaded in zip(written["rows"], (12, 8), strict=True):
         assert (row["tensors"], row["offloaded"]) == (24, offloaded)
@@ -44,9 +41,8 @@ def test_op_overhead(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(written["targets"]) == 4
 
 
-def test_clipping(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping, "TENSORS", 8)
-    assert clipping.main(["--width", "16", "--rounds", "2"]) == 0
+def test_clipping(results: Path) -> None:
+    assert clipping.main(["--tensors", "8", "--width", "16", "--rounds", "2"]) == 0
     written = json.loads((results / "clipping.json").read_text())
     (row,) = written["rows"]
     assert row["dense_gradients"] == 0

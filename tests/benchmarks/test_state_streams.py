@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from benchmarks import state_streams
 
 
-def test_runs_make_the_same_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_streams, "SHARES", (0.5,))
-    monkeypatch.setattr(state_streams, "SUBGROUPS", 4)
-    rows = state_streams.compare(1.0, state_streams.Settings(layers=8, seconds=1e-3, steps=2, rounds=1))
+def test_runs_make_the_same_updates() -> None:
+    settings = state_streams.Settings(layers=8, seconds=1e-3, steps=2, rounds=1)
+    rows = state_streams.compare(1.0, settings, shares=[0.5], subgroups=4)
     assert [row["run"] for row in rows] == [*state_streams.RUNS]
     assert all(row["weights_bitwise_equal"] for row in rows)
     by_run = {row["run"]: row["stall_share"]["median"] for row in rows}

@@ -10,10 +10,9 @@ from benchmarks import weight_loads
 
 
 @pytest.mark.parametrize("policy", weight_loads.POLICIES)
-def test_copies_start_ahead_and_change_no_weight(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_loads, "SHARES", (0.5,))
-    monkeypatch.setattr(weight_loads, "WARM_UP", 2)
-    rows = weight_loads.compare(policy, weight_loads.Settings(layers=4, seconds=0.0, steps=4, rounds=1))
+def test_copies_start_ahead_and_change_no_weight(policy: str) -> None:
+    settings = weight_loads.Settings(layers=4, seconds=0.0, steps=4, rounds=1)
+    rows = weight_loads.compare(policy, settings, shares=[0.5], warm_up=2)
     loads = {row["run"]: (row["loads_per_step"], row["loads_ahead_per_step"]) for row in rows}
     assert loads == {"on device": (0, 0), "prefetch": (7, 7), "naive": (7, 0)}
     assert all(row["weights_bitwise_equal"] for row in rows)

@@ -17,13 +17,12 @@ def words(path: Path) -> str:
     return " ".join(found.split())
 
 
-def test_command_writes_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_writes_pictures(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    monkeypatch.setattr(report_picture, "WIDTH", 64)
-    monkeypatch.setattr(report_picture, "LAYERS", 1)
+    size = ["--layers", "1", "--width", "64"]
     folder = tmp_path / "made"
     try:
-        assert report_picture.main(["--out", str(folder), "--steps", "4", "--inner", "eager"]) == 0
+        assert report_picture.main(["--out", str(folder), *size, "--steps", "4", "--inner", "eager"]) == 0
     finally:
         torch.set_num_threads(threads)
     parts = {
