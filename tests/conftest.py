@@ -16,7 +16,8 @@ from tests.simulated.build import build, missing
 from tests.simulated.process import SimulatedProcess
 from tests.support import compilation, durations, left_behind
 from tests.support import tiers as tiers_of_tests
-from tests.support.copies import Copies
+from tests.support.copies import Copies, copied_by
+from tests.support.native_code import NativeCode, not_loaded
 from tests.support.progress import Progress
 from tests.support.recording import RecordingEngine
 from tests.support.tiers import COLLECTED, TIER
@@ -144,11 +145,18 @@ def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+def copies() -> Iterator[Copies]:
     """The copies of all lanes, made as the test says."""
     made = Copies()
-    monkeypatch.setattr(thread_lane, "copy_without_gil", made)
-    return made
+    with copied_by(made):
+        yield made
+
+
+@pytest.fixture
+def native_code(tmp_path: Path) -> Iterator[NativeCode]:
+    """A process that has not loaded the native code, with an empty cache."""
+    with not_loaded(tmp_path) as code:
+        yield code
 
 
 @pytest.fixture

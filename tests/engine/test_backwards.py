@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.calls import interrupted
 from tests.support.training import ADAM, EAGER_BACKEND, OFFLOAD_ALL, Training, batch, take_step
 from zenflow_compile import ZenFlowAdamW, optimizer_of
 from zenflow_compile.runtime.gradients.gradient_record import GradientState
@@ -212,11 +212,7 @@ def test_gradient_returned_by_a_failed_backward() -> None:
     training, undisturbed = (Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3) for _ in range(2))
     hook = training.model[4].weight.register_hook(lambda grad: None)
     first = training.optimizer.engine.offloaded[0]
-
-    def fail(grad: Tensor, *, split_now: bool) -> None:
-        raise ArithmeticError
-
-    with mock.patch.object(first.gradient, "receive", fail), pytest.raises(ArithmeticError):
+    with interrupted(first.gradient.receive, ArithmeticError()), pytest.raises(ArithmeticError):
         training.backward(3)
     hook.remove()
     training.optimizer.zero_grad()

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.copies import copied_by
 from tests.support.gated_jobs import gated
 from tests.support.settings import settings
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Delays, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 
 SETTINGS = settings("windows stale_every_step reselecting auto summed compressed_stale summed_stale_warm_up")
 STREAMED = settings("streamed every_second_streamed windows_and_streamed")
@@ -25,8 +26,7 @@ THREE_WORKERS = {"workers": 1.0}
 def delay(seed: int, longest_ms: float = 4.0) -> Iterator[Delays]:
     """Make every copy and every job late."""
     delays = Delays(seed, longest_ms)
-    with pytest.MonkeyPatch.context() as patch, gated(delays.seconds):
-        patch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
+    with copied_by(delays.before(copy_without_gil)), gated(delays.seconds):
         yield delays
 
 
@@ -79,13 +79,13 @@ def chain_weights(compiled: dict[str, Any] | None, options: dict[str, Any]) -> l
 
 
 @pytest.mark.parametrize("compiled", [EAGER_BACKEND, {"backend": "zenflow"}], ids=["eager", "inductor"])
-def test_slow_copy_survives_reused_gradient_memory(compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copy_survives_reused_gradient_memory(compiled: dict[str, Any]) -> None:
     """Copies start 10 ms late, when the compiler has long given the gradient's memory to the next layer's."""
     options = {"update_interval": 1}
     expected = chain_weights(compiled, options)
     delays = Delays(0, 10.0)
-    monkeypatch.setattr(thread_lane, "copy_without_gil", delays.before(thread_lane.copy_without_gil))
-    assert_same(chain_weights(compiled, options), expected)
+    with copied_by(delays.before(copy_without_gil)):
+        assert_same(chain_weights(compiled, options), expected)
     assert delays.calls > 80
 
 

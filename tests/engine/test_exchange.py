@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +15,14 @@ import zenflow_compile as zf
 from tests.engine.test_delays import delay
 from tests.engine.test_failures import BrokenError, failing_after, root_of
 from tests.engine.test_interrupts import every_point
+from tests.support.calls import calls_of, interrupted
 from tests.support.gated_jobs import STATE, UPDATES, gated
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, LARGEST_STATE, Training, assert_same
 from zenflow_compile.planning import plan as plans
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
-from zenflow_compile.runtime.host.workers import Job, Workers
-from zenflow_compile.runtime.parameters import capacity
+from zenflow_compile.runtime.host.arena import require_host_memory
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters.allocation import EngineMemory
 from zenflow_compile.runtime.parameters.state_exchange import ExchangeWork, StateExchange
 
@@ -34,9 +37,9 @@ SETTINGS = {
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture
-def through_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that are made from here on exchange state as on a device with streams, in small chunks."""
+@contextmanager
+def exchanged_by_lanes(buffer_bytes: int) -> Iterator[None]:
+    """Let engines that the block makes exchange state as on a device with streams, in chunks of so much."""
     make = EngineMemory.__init__
 
     def made(self: EngineMemory, options: Any, device: torch.device, recorder: Any) -> None:
@@ -44,8 +47,23 @@ def through_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
         shared = self.transport
         shared.exchange = StateExchange(shared.to_host, shared.to_device, shared.workers, recorder, self._device)
 
-    monkeypatch.setattr(EngineMemory, "__init__", made)
-    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 10)  # chunks of two slices or more
+    small = mock.patch.object(plans, "EXCHANGE_BYTES", buffer_bytes)
+    with small, mock.patch.object(EngineMemory, "__init__", made):
+        yield
+
+
+@pytest.fixture
+def through_lanes() -> Iterator[None]:
+    """Chunks of two slices or more."""
+    with exchanged_by_lanes(1 << 10):
+        yield
+
+
+@pytest.fixture
+def through_lanes_at_once() -> Iterator[None]:
+    """One chunk of one parameter."""
+    with exchanged_by_lanes(1 << 20):
+        yield
 
 
 def outcome(training: Training) -> list[torch.Tensor]:
@@ -140,9 +158,8 @@ def test_optimizer_in_backward_exchanges_in_time(request: pytest.FixtureRequest)
         assert_same(trained(), expected)
 
 
-def test_forward_waits_for_no_exchange(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_waits_for_no_exchange(through_lanes_at_once: None) -> None:
     """While every exchange is held up, a forward with free buffers goes on, and so does the backward."""
-    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 20)
     training = Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 1)
     training.step(1)
     held = ThreadTicket()
@@ -157,23 +174,21 @@ def test_forward_waits_for_no_exchange(through_lanes: None, monkeypatch: pytest.
     assert_same(training.weights(), Training(EAGER_BACKEND, {"update_interval": 2}).run(0, 3).weights())
 
 
-def test_buffers_count_as_memory_of_the_engine(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed: list[int] = []
-    monkeypatch.setattr(capacity, "require_host_memory", lambda size, *_: needed.append(size))
-    training = Training()
-    registry = training.optimizer.engine.registry
+def test_buffers_count_as_memory_of_the_engine(through_lanes: None) -> None:
+    with calls_of(require_host_memory) as needed:
+        training = Training()
+        registry = training.optimizer.engine.registry
     plan, transport = registry.plan, registry.transport
     assert transport.exchange.nbytes == plan.exchange_bytes > 0
-    assert needed[-1] == plan.host_bytes + plan.exchange_bytes
+    assert needed[-1].arguments["needed_bytes"] == plan.host_bytes + plan.exchange_bytes
     arenas = sum(arena.total_bytes for arena in registry.memory._arenas)
     assert registry.host_bytes == arenas + plan.exchange_bytes
     assert registry.memory.staging_bytes == transport.down_ring.nbytes + transport.up_ring.nbytes + plan.exchange_bytes
     training.optimizer.close()
 
 
-def test_interrupted_exchange_recovers_from_a_state(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_exchange_recovers_from_a_state(through_lanes_at_once: None) -> None:
     """The interrupt comes in the forward that starts exchanges or in the step that ends them."""
-    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 1 << 20)  # one chunk of one parameter: fewer points
     training = Training(EAGER_BACKEND, {**EVERY_STEP, "workers": 1, "min_offload_size": 600}).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
@@ -213,10 +228,11 @@ def test_failed_exchange_stops_training(calls: int, through_lanes: None) -> None
     training.optimizer.close()
 
 
-def go_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Lanes copy although the job before has failed: so does a stream, whose flag that job raises.
+@contextmanager
+def copied_after_failures() -> Iterator[threading.Event]:
+    """Let lanes copy although the job before has failed: so does a stream, whose flag that job raises.
 
-    Returns:
+    Yields:
         Set when a lane waits for a job.
     """
     make, waits = ThreadLane._make, threading.Event()
@@ -228,19 +244,18 @@ def go_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
                 work.wait()
         make(lane, copy._replace(first=()))
 
-    monkeypatch.setattr(ThreadLane, "_make", goes_on)
-    return waits
+    with mock.patch.object(ThreadLane, "_make", goes_on):
+        yield waits
 
 
 @pytest.mark.parametrize("call", ["step", "synchronize", "flush", "state_dict"])
-def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_of_a_failed_job_stops_training(call: str) -> None:
     """The device has merged what the job left in its upload buffer: only loading a state continues."""
     training = Training(EAGER_BACKEND, {"update_interval": 1, "workers": 1}).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    with monkeypatch.context() as patch:
-        waits = go_on_after_failures(patch)
+    with copied_after_failures() as waits:
         tickets: list[ThreadTicket] = []
 
         def held() -> ThreadTicket:
@@ -281,19 +296,14 @@ def test_merge_of_a_failed_job_stops_training(call: str, monkeypatch: pytest.Mon
     optimizer.close()
 
 
-def test_close_ends_after_an_unqueued_exchange(through_lanes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_after_an_unqueued_exchange(through_lanes: None) -> None:
     """An interrupt came before the job was queued, so no worker will run it: ``close()`` must not wait for it."""
     training = Training(EAGER_BACKEND, EVERY_STEP).run(0, 3)
-    submit = Workers.submit
 
-    def interrupted(workers: Workers, *jobs: Job) -> None:
-        if isinstance(jobs[0].work, ExchangeWork):
-            raise KeyboardInterrupt
-        submit(workers, *jobs)
+    def is_exchange(passed: dict[str, Any]) -> bool:
+        return isinstance(passed["jobs"][0].work, ExchangeWork)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Workers, "submit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            training.loss(3)
+    with interrupted(Workers.submit, when=is_exchange), pytest.raises(KeyboardInterrupt):
+        training.loss(3)
     with pytest.raises(RuntimeError, match="half-way"):
         training.optimizer.close()

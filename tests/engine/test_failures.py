@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.gated_jobs import UPDATES, failing, gated
+from tests.support.calls import interrupted
+from tests.support.copies import copied_by
+from tests.support.gated_jobs import UPDATES, failed_jobs, gated
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
-from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 from zenflow_compile.runtime.parameters.incoming_gradient import IncomingGradient
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,11 +49,8 @@ def break_update(calls: int) -> AbstractContextManager[object]:
     return gated(failing_after(calls, lambda: None), UPDATES)
 
 
-@contextmanager
-def break_copy(calls: int) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(thread_lane, "copy_without_gil", failing_after(calls, thread_lane.copy_without_gil))
-        yield
+def break_copy(calls: int) -> AbstractContextManager[None]:
+    return copied_by(failing_after(calls, copy_without_gil))
 
 
 def train_until_it_fails(training: Training, begin: int, steps: int) -> RuntimeError:
@@ -159,18 +158,15 @@ def test_other_parameters_are_applied_when_one_fails() -> None:
 
 @pytest.mark.tier1
 @pytest.mark.parametrize("calls", [0, 1, 2])
-def test_half_done_step_stops_training(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_done_step_stops_training(calls: int) -> None:
     """An allocation fails in the training thread after some parameters have taken the gradient."""
     training = Training(EAGER_BACKEND).run(0, 3)
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    update = IncomingGradient.commit
-    with monkeypatch.context() as patch:
-        error = torch.OutOfMemoryError("on purpose")
-        patch.setattr(IncomingGradient, "commit", failing_after(calls, update, error))
-        with pytest.raises(torch.OutOfMemoryError):
-            training.step(3)
+    error = torch.OutOfMemoryError("on purpose")
+    with interrupted(IncomingGradient.commit, error, after=calls), pytest.raises(torch.OutOfMemoryError):
+        training.step(3)
     with pytest.raises(RuntimeError, match="half-way") as caught:
         training.backward(4)
     assert caught.value.__cause__ is error
@@ -204,7 +200,7 @@ def test_failed_jobs_return_their_ring_buffers() -> None:
     saved = training.optimizer.state_dict()
     ring = training.optimizer.engine.registry.transport.up_ring
     blocks = len(ring.buffers)
-    with gated(failing(BrokenError("on purpose")), UPDATES):
+    with failed_jobs(BrokenError("on purpose"), UPDATES):
         failure = train_until_it_fails(training, 2, 3)
         assert isinstance(root_of(failure), BrokenError)
         for _ in range(2 * blocks):
@@ -216,23 +212,15 @@ def test_failed_jobs_return_their_ring_buffers() -> None:
 
 
 @pytest.mark.parametrize("policy", [{"update_interval": 1}, {"policy": "deep_optimizer_states", "update_stride": 1}])
-def test_unstarted_copies_keep_their_buffers(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstarted_copies_keep_their_buffers(policy: dict[str, Any]) -> None:
     """There are more such copies than buffers."""
     training = Training(None, policy)
     saved = training.saved()
-    submit = thread_lane.ThreadLane.submit
-
-    def refused(self: thread_lane.ThreadLane, *args: Any, **keywords: Any) -> Any:
-        if self._name == "H2D":
-            raise RuntimeError("can't start new thread")
-        return submit(self, *args, **keywords)
-
+    lane, error = training.optimizer.engine.registry.transport.to_device, RuntimeError("can't start new thread")
     for _ in range(5):
-        with monkeypatch.context() as patch:
-            patch.setattr(thread_lane.ThreadLane, "submit", refused)
-            for _ in range(4):
-                with pytest.raises(RuntimeError, match=r"new thread|half-way"):
-                    training.step(0)
+        for _ in range(4):
+            with interrupted(lane.submit, error), pytest.raises(RuntimeError, match=r"new thread|half-way"):
+                training.step(0)
         training.load(saved)
     expected = Training(None, policy).run(0, 3).weights()
     assert_same(training.run(0, 3).weights(), expected)

@@ -24,17 +24,16 @@ from rich.console import Console
 from torch import nn
 
 from tests.engine.test_failures import root_of, train_until_it_fails
+from tests.support.calls import Call, at_calls, calls_of, interrupted
 from tests.support.gated_jobs import gated
-from tests.support.patches import failing
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Delays, Training, assert_same, take_step
 from zenflow_compile import ZenFlowAdamW, profile
-from zenflow_compile.runtime.nvme import cache as nvme_cache
+from zenflow_compile.runtime.host.arena import require_host_memory
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk, chunk_bytes, make_transfer
+from zenflow_compile.runtime.nvme.chunk import Chunk, chunk_bytes, make_transfer
 from zenflow_compile.runtime.nvme.state_file import FILE_THREADS
-from zenflow_compile.runtime.parameters import capacity
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
 pytestmark = pytest.mark.timeout(120)
@@ -161,21 +160,21 @@ def test_run_goes_back_to_its_own_checkpoint(files: Directories) -> None:
     assert_same(training.load(saved).run(5, 9).weights(), expected)
 
 
-def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_do_not_grow_the_cache(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
     cache = cache_of(training)
     resident: list[int] = []
-    take = NvmeCache._take
 
-    def watched(self: NvmeCache, chunk: Chunk) -> CacheSpan:
-        place = take(self, chunk)
-        assert 0 <= place.begin < place.end <= self.nbytes
-        assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
-        resident.append(chunk.size + sum(each.size for each in self.chunks if each.place is not None))
-        return place
+    def watched(call: Call) -> None:
+        place, taken_from = call.result, call.arguments["self"]
+        assert 0 <= place.begin < place.end <= taken_from.nbytes
+        assert place.memory.data_ptr() == taken_from._memory.data_ptr() + place.begin
+        resident.append(
+            call.arguments["chunk"].size + sum(each.size for each in taken_from.chunks if each.place is not None)
+        )
 
-    monkeypatch.setattr(NvmeCache, "_take", watched)
-    training.load(training.saved()).run(2, 4)
+    with at_calls(watched, NvmeCache._take, returned=True):
+        training.load(training.saved()).run(2, 4)
     assert cache.nbytes == CHUNK_BYTES
     assert 0 < max(resident) <= CHUNK_BYTES
 
@@ -183,19 +182,17 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories, monkeypatch: pyte
 @contextmanager
 def full_after(calls: int) -> Iterator[None]:
     """Let the system refuse writes to files after ``calls`` more of them were queued."""
-    left, make = [calls], make_transfer
+    left = [calls]
+    with ExitStack() as full:
 
-    with ExitStack() as full, pytest.MonkeyPatch.context() as patch:
-
-        def making(*arguments: Any, **keywords: Any) -> Any:
-            if "write" in arguments:
+        def making(call: Call) -> None:
+            if call.arguments["kind"] == "write":
                 left[0] -= 1
                 if left[0] == -1:
                     full.enter_context(no_larger_files())
-            return make(*arguments, **keywords)
 
-        patch.setattr(nvme_cache, "make_transfer", making)
-        yield
+        with at_calls(making, make_transfer):
+            yield
 
 
 @contextmanager
@@ -332,7 +329,7 @@ def test_failed_group_leaves_no_files(tmp_path: Path) -> None:
     before = list(cache.chunks), sorted(tmp_path.iterdir())
     group = {"params": list(nn.Linear(32, 64).parameters())}
     for _ in range(2):
-        with failing(DeviceState, "allocate", MemoryError()), pytest.raises(MemoryError):
+        with interrupted(DeviceState.allocate, MemoryError()), pytest.raises(MemoryError):
             optimizer.add_param_group(group)
         assert (list(cache.chunks), sorted(tmp_path.iterdir())) == before
     optimizer.add_param_group(group)
@@ -347,7 +344,7 @@ def test_failed_first_group_unlocks_the_directory(tmp_path: Path) -> None:
     optimizer.synchronize()
     group = {"params": list(nn.Linear(32, 64).parameters())}
 
-    full = failing(os, "posix_fallocate", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    full = interrupted(os.posix_fallocate, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with full, pytest.raises(ValueError, match="too little space"):
         optimizer.add_param_group(group)
     assert not list(tmp_path.iterdir())
@@ -357,15 +354,15 @@ def test_failed_first_group_unlocks_the_directory(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def test_cache_needs_its_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed: list[int] = []
-    monkeypatch.setattr(capacity, "require_host_memory", lambda size, *_: needed.append(size))
+def test_cache_needs_its_memory_once(tmp_path: Path) -> None:
     options = {"policy": "zero_infinity", "min_offload_size": 100, "nvme_path": tmp_path}
-    optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=CHUNK_BYTES, **options)
-    optimizer.synchronize()
-    optimizer.add_param_group({"params": list(nn.Linear(32, 32).parameters())})
+    with calls_of(require_host_memory) as needed:
+        optimizer = ZenFlowAdamW(nn.Linear(32, 32).parameters(), host_window_bytes=CHUNK_BYTES, **options)
+        optimizer.synchronize()
+        optimizer.add_param_group({"params": list(nn.Linear(32, 32).parameters())})
     optimizer.close()
-    first, *more = dict.fromkeys(needed)  # each group is planned twice: before anything changes, and with it
+    # Each group is planned twice: before anything changes, and with it.
+    first, *more = dict.fromkeys(call.arguments["needed_bytes"] for call in needed)
     assert first - more[-1] == CHUNK_BYTES
 
 
@@ -412,7 +409,6 @@ def test_bad_input_raises_before_training(case: str, tmp_path: Path, monkeypatch
 SCRIPT = """
 import os, sys, torch
 from tests.engine.test_files import deep
-from tests.support.patches import failing
 from tests.support.training import EAGER_BACKEND, Training
 directory, name, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 options = {"reselecting": {"update_interval": 2, "select_interval": 2}}.get(name)

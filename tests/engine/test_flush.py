@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.gated_jobs import UPDATES, failing, gated
+from tests.support.gated_jobs import UPDATES, failed_jobs
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, LARGEST_STATE, Training, assert_same
 from zenflow_compile.runtime.checkpoint.format import SCHEDULE
@@ -150,7 +150,7 @@ def test_flush_over_a_lost_update_raises() -> None:
 def test_flush_after_a_failed_step_is_refused() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 3)
     saved = training.saved()
-    with gated(failing(MemoryError("no memory for this update")), UPDATES), pytest.raises(RuntimeError):
+    with failed_jobs(MemoryError("no memory for this update"), UPDATES), pytest.raises(RuntimeError):
         training.optimizer.flush()
     with pytest.raises(RuntimeError, match="failed half-way"):
         training.optimizer.flush()

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.calls import interrupted
 from tests.support.copies import Copies
-from tests.support.patches import failing, host_memory
+from tests.support.patches import host_memory
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch, mlp, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, copy_without_gil
@@ -322,18 +323,17 @@ def test_host_without_room_is_refused() -> None:
 
 def without_room(after: int) -> AbstractContextManager[None]:
     """Let the device have no room for a storage, after ``after`` of them."""
-    return failing(given_back_memory._Block, "allocate", torch.OutOfMemoryError("no room"), after=after)
+    return interrupted(given_back_memory._Block.allocate, torch.OutOfMemoryError("no room"), after=after)
 
 
 @pytest.mark.parametrize("after", [0, 5])
 def test_device_without_room_keeps_values(after: int) -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
     moved.optimizer.offload_all()
-    with without_room(after):
-        with pytest.raises(torch.OutOfMemoryError, match="still are; free device memory"):
-            moved.optimizer.reload_all()
-        with pytest.raises(torch.OutOfMemoryError):
-            moved.backward(3)
+    with without_room(after), pytest.raises(torch.OutOfMemoryError, match="still are; free device memory"):
+        moved.optimizer.reload_all()
+    with without_room(after), pytest.raises(torch.OutOfMemoryError):
+        moved.backward(3)
     moved.optimizer.zero_grad()
     assert moved.optimizer.device_bytes == 0
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
@@ -373,8 +373,7 @@ def test_slow_copy_of_a_gradient_is_awaited(copies: Copies) -> None:
 
 def test_interrupted_move_is_made_good() -> None:
     plain, moved = training("windows").run(0, 3), training("windows").run(0, 3)
-    interrupt = failing(given_back_memory._Block, "empty", KeyboardInterrupt(), after=4)
-    with interrupt, pytest.raises(KeyboardInterrupt):
+    with interrupted(given_back_memory._Block.empty, after=4), pytest.raises(KeyboardInterrupt):
         moved.optimizer.offload_all()
     assert_equal_runs(moved.run(3, 6), plain.run(3, 6))
 

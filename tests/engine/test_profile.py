@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from unittest import mock
+
+from torch import Tensor
 
 import zenflow_compile as zf
+from tests.support.copies import copied_by
 from tests.support.training import EAGER_BACKEND, Training
-from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 
 SLOW_MS = 30.0
 
 
 def test_slow_copies_count_as_stall() -> None:
     training = Training(EAGER_BACKEND, {"update_interval": 1}).run(0, 3)
-    copy = thread_lane.copy_without_gil
 
-    def slowly(target, source):  # type: ignore[no-untyped-def]
+    def slowly(target: Tensor, source: Tensor) -> None:
         time.sleep(SLOW_MS / 1e3)  # the stall that the report has to show
-        copy(target, source)
+        copy_without_gil(target, source)
 
-    slow = mock.patch.object(thread_lane, "copy_without_gil", slowly)
-    with slow, zf.profile(training.optimizer) as profile:
+    with copied_by(slowly), zf.profile(training.optimizer) as profile:
         training.run(3, 9)
     summary = profile.summary()
     offloaded = len(training.optimizer.engine.offloaded)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.calls import interrupted
+from tests.support.copies import Copies
 from tests.support.settings import settings
 from tests.support.training import (
     EAGER_BACKEND,
@@ -24,7 +25,7 @@ from tests.support.training import (
     mlp,
 )
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 
 SETTINGS = settings(
     "windows auto stale_windows stale_every_step reselecting device_share zero_offload resident twinflow "
@@ -82,11 +83,11 @@ def test_state_dict_shares_no_memory_with_its_loader() -> None:
                 assert torch.equal(state["state"][index][name], value), (index, name)
 
 
-def test_state_contains_gradients_of_open_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_contains_gradients_of_open_windows(copies: Copies) -> None:
     """A copy that is still on its way when the state is taken must be waited for."""
     training = Training(ENTRIES[1]).run(0, 7)
     training.optimizer.synchronize()
-    monkeypatch.setattr(thread_lane, "copy_without_gil", Delays(0, 100.0).before(thread_lane.copy_without_gil))
+    copies.make = Delays(0, 100.0).before(copy_without_gil)
     flushed = training.optimizer.engine.steps.windows_flushed
     training.step(7)
     assert training.optimizer.engine.steps.windows_flushed == flushed  # a flush would wait for copies
@@ -361,10 +362,8 @@ def test_failed_load_is_repaired_by_another_load() -> None:
     saved = training.saved()
     expected = training.run(3, 6).weights()
 
-    def no_memory(*args: Any) -> None:
-        raise MemoryError("nothing left")
-
-    with mock.patch.object(type(training.optimizer.engine.schedule), "restore", no_memory), pytest.raises(MemoryError):
+    restore = training.optimizer.engine.schedule.restore
+    with interrupted(restore, MemoryError("nothing left")), pytest.raises(MemoryError):
         training.load(saved)
     with pytest.raises(RuntimeError, match=r"loading of a state, failed half-way.*load the last saved state"):
         training.step(3)

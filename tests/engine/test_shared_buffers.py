@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.calls import calls_of
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same
 from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import pools_of
@@ -148,20 +149,18 @@ def branches(dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize(
     "options", [{"update_interval": 2}, {"update_interval": 2, "gradient_transfer": "int8"}], ids=["in place", "int8"]
 )
-def test_update_of_an_unread_weight_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_of_an_unread_weight_is_kept(options: dict[str, Any]) -> None:
     """Its memory is needed for a gradient before any forward has read the weight."""
-    moved: list[FlushedWindow] = []
-    leave = FlushedWindow.leave_buffer
-    # Else the update is on its way to the device at the end of the step.
-    monkeypatch.setattr(UploadScheduler, "_prefetch", lambda *_: None)
-    monkeypatch.setattr(FlushedWindow, "leave_buffer", lambda window: moved.append(window) or leave(window))
     weights = []
-    for sharing in (own_buffers(), nullcontext()):
-        with sharing:
-            training = Training(EAGER_BACKEND, {**options, "topk_ratio": 0.0}, torch.float32, branches)
-            for step in range(16):
-                training.model.used = (0, 1) if step % 4 < 2 else (2, 3)
-                training.step(step)
-        weights.append(training.weights())
+    # Else the update is on its way to the device at the end of the step.
+    no_prefetch = mock.patch.object(UploadScheduler, "_prefetch", return_value=None)
+    with no_prefetch, calls_of(FlushedWindow.leave_buffer) as moved:
+        for sharing in (own_buffers(), nullcontext()):
+            with sharing:
+                training = Training(EAGER_BACKEND, {**options, "topk_ratio": 0.0}, torch.float32, branches)
+                for step in range(16):
+                    training.model.used = (0, 1) if step % 4 < 2 else (2, 3)
+                    training.step(step)
+            weights.append(training.weights())
     assert bool(moved) == (options.get("gradient_transfer") != "int8")
     assert_same(weights[1], weights[0])

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.support.gated_jobs import UPDATES, failing, gated
+from tests.support.calls import interrupted
+from tests.support.gated_jobs import UPDATES, failed_jobs
 from tests.support.processes import in_child
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, IN_FLIGHT, Training, assert_same, take_step
 from tests.support.weight_readers import READERS, VIEWS, check_metadata, read_all, use_readers
@@ -209,15 +211,17 @@ class Tied(nn.Module):
         return F.linear(torch.tanh(x), self.inner.weight) + self.inner(x)
 
 
+class Untraced(Tied):
+    forward = torch._dynamo.disable(Tied.forward)
+
+
 @pytest.mark.tier1
 @pytest.mark.parametrize("disabled", [False, True])
-def test_modules_read_weights_of_their_children(disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_read_weights_of_their_children(disabled: bool) -> None:
     """Also where Dynamo calls the module's code instead of tracing it."""
-    if disabled:
-        monkeypatch.setattr(Tied, "forward", torch._dynamo.disable(Tied.forward))
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 32), Tied())
+        return nn.Sequential(nn.Linear(32, 32), Untraced() if disabled else Tied())
 
     expected = current(build=build)
     found = Trained(build=build)
@@ -292,7 +296,7 @@ def test_pre_hooks_ahead_of_ours_raise(trained: Trained) -> None:
 
 def test_failed_update_leaves_readable_weights() -> None:
     trained = Trained()
-    with gated(failing(MemoryError("on purpose")), UPDATES):
+    with failed_jobs(MemoryError("on purpose"), UPDATES):
         with pytest.raises(RuntimeError):
             trained.train(3, 6)
         with pytest.raises(RuntimeError):
@@ -301,19 +305,11 @@ def test_failed_update_leaves_readable_weights() -> None:
     assert all(torch.isfinite(value).all() for value in trained.values().values())
 
 
-def test_interrupted_step_leaves_readable_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_step_leaves_readable_weights() -> None:
     """The interrupt comes while accesses are being refused, after those of all weights."""
     trained = Trained()
-    refuse = UploadScheduler.refuse_stale_reads
-
-    def interrupted(scheduler: UploadScheduler, now: int) -> None:
-        refuse(scheduler, now)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(UploadScheduler, "refuse_stale_reads", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trained.train(3, 4)
+    with interrupted(UploadScheduler.refuse_stale_reads, returned=True), pytest.raises(KeyboardInterrupt):
+        trained.train(3, 4)
     with pytest.raises(RuntimeError):  # the step is half made
         trained.train(4, 5)
     trained.optimizer.close()
@@ -321,19 +317,13 @@ def test_interrupted_step_leaves_readable_weights(monkeypatch: pytest.MonkeyPatc
     trained.values()
 
 
-def test_interrupted_wait_keeps_accesses_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_wait_keeps_accesses_refused() -> None:
     """The forward waits for an update that has not come. A handler that saves weights then must not read old ones."""
     trained, uninterrupted = Trained(), current()
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        never = property(lambda ticket: False, vars(ThreadTicket)["completed"].__set__)
-        patch.setattr(ThreadTicket, "completed", never)
-        patch.setattr(Transport, "wait_on_device", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trained.call(batch(3))
+    never = property(lambda ticket: False, vars(ThreadTicket)["completed"].__set__)
+    late = mock.patch.object(ThreadTicket, "completed", never)
+    with late, interrupted(Transport.wait_on_device), pytest.raises(KeyboardInterrupt):
+        trained.call(batch(3))
     with pytest.raises(RuntimeError, match=IN_FLIGHT):
         trained.weight.detach().clone()
     trained.optimizer.synchronize()

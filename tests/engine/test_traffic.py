@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zenflow_compile as zf
+from tests.support.copies import copied_by
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, assert_same, take_step
 from zenflow_compile.profiling import summary
-from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 
 INTERVAL = 4
 RATIO = 0.1
@@ -46,16 +47,14 @@ class Counted:
         offloaded = training.optimizer.engine.offloaded.values()
         assert len(offloaded) == 4, "everything is offloaded"
         copied: Counter[str] = Counter()
-        copy = thread_lane.copy_without_gil
 
         def counting(target: Tensor, source: Tensor) -> None:
             copied["bytes"] += source.nbytes
-            copy(target, source)
+            copy_without_gil(target, source)
 
         steps = WINDOWS * INTERVAL
         moved = 0
-        count_bytes = mock.patch.object(thread_lane, "copy_without_gil", counting)
-        with count_bytes, zf.profile(training.optimizer) as profile:
+        with copied_by(counting), zf.profile(training.optimizer) as profile:
             for step in range(2 * INTERVAL, 2 * INTERVAL + steps):
                 before = [set(each.device.selection.selected.tolist()) for each in offloaded]
                 training.step(step)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.calls import Call, at_calls
 from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
-from zenflow_compile.runtime.parameters import host_weights, moved_weights
+from zenflow_compile.runtime.parameters import host_weights
+from zenflow_compile.runtime.parameters.moved_weights import own_memory
 from zenflow_compile.torch_internals.torch_private import refusal_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("small_weights")]
@@ -106,7 +108,7 @@ def test_weights_from_files_train_as_adamw(
     run.optimizer.close()
 
 
-def test_one_weight_at_a_time_gets_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_weight_at_a_time_gets_its_own_memory() -> None:
     """The memory of a file is let go of before the next weight is copied."""
     model = build()
     arrays = {id(param): param.detach().numpy().copy() for param in model.parameters()}
@@ -114,15 +116,13 @@ def test_one_weight_at_a_time_gets_its_own_memory(monkeypatch: pytest.MonkeyPatc
     for param in model.parameters():
         param.data = torch.from_numpy(arrays.pop(id(param)))
     counts: list[int] = []
-    own_memory = moved_weights.own_memory
 
-    def counting(storage: torch.UntypedStorage) -> None:
+    def counting(call: Call) -> None:
         counts.append(sum(each() is not None for each in alive))
-        own_memory(storage)
 
-    monkeypatch.setattr(moved_weights, "own_memory", counting)
     run = Run(model)
-    losses(run.call, run.optimizer, 0)
+    with at_calls(counting, own_memory):
+        losses(run.call, run.optimizer, 0)
     assert counts == [4, 3, 2, 1]
     run.optimizer.close()
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.patches import failing
+from tests.support.calls import Call, at_calls, interrupted
 from tests.support.training import EAGER_BACKEND, Recorded
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters import host_weights
-from zenflow_compile.runtime.parameters.host_values import HostValues, Staged
+from zenflow_compile.runtime.parameters.host_values import HostValues
 from zenflow_compile.runtime.parameters.host_weight import HostWeight
 from zenflow_compile.runtime.parameters.weight_prefetch import WeightPrefetch
 
@@ -76,13 +76,11 @@ class Run(Recorded):
 def loads() -> Iterator[dict[str, int]]:
     """How many loads had a copy that was started ahead, and how many started their own."""
     counts = {"ahead": 0, "late": 0}
-    load = HostWeight.load
 
-    def counting(self: HostWeight, staged: Staged | None = None) -> None:
-        counts["late" if staged is None else "ahead"] += 1
-        load(self, staged)
+    def counting(call: Call) -> None:
+        counts["late" if call.arguments["staged"] is None else "ahead"] += 1
 
-    with mock.patch.object(HostWeight, "load", counting):
+    with at_calls(counting, HostWeight.load):
         yield counts
 
 
@@ -146,7 +144,7 @@ def test_load_without_memory_leaves_no_trace() -> None:
     run.train(range(3))
     error = torch.OutOfMemoryError("no memory")
     for after in range(5):  # a forward that fails leaves weights behind, which need no load until the next step
-        with failing(HostValues, "fill", error, after=after), pytest.raises(torch.OutOfMemoryError):
+        with interrupted(HostValues.fill, error, after=after), pytest.raises(torch.OutOfMemoryError):
             run.forward(50).backward()
         run.optimizer.zero_grad()
         assert run.ring_in_use <= 2

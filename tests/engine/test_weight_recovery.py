@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.gated_jobs import UPDATES, failing, gated
+from tests.support.calls import interrupted
+from tests.support.gated_jobs import UPDATES, failed_jobs
 from tests.support.training import EAGER_BACKEND, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters.device_state import DeviceState
@@ -114,32 +115,24 @@ def test_state_dict_is_a_copy(options: dict[str, Any]) -> None:
 def test_failed_job_leaves_weights_behind_close() -> None:
     run = Run(offloads=True, update_interval=1)
     run.train(0, 1, 2)
-    with gated(failing(RuntimeError("on purpose")), UPDATES), pytest.raises(RuntimeError):
+    with failed_jobs(RuntimeError("on purpose"), UPDATES), pytest.raises(RuntimeError):
         run.train(3, 4, 5)
     with pytest.raises(RuntimeError):
         run.optimizer.close()
     assert all(bool(param.isfinite().all()) for param in run.model.parameters())
 
 
-def test_failed_allocation_leaves_moved_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_leaves_moved_weights() -> None:
     """The device's memory runs out at the third parameter. The next try has all values."""
     model = build()
     for param in model.parameters():
         leave_on_host(param, param.data.clone())
     optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, offload_weights=1.0)
-    allocate, calls = DeviceState.allocate, [0]
-
-    def fails(plan: Any, device: torch.device) -> DeviceState:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise torch.OutOfMemoryError("no memory")
-        return allocate(plan, device)
-
-    monkeypatch.setattr(DeviceState, "allocate", fails)
     torch._dynamo.reset()
     call = torch.compile(model, **EAGER_BACKEND)
     x = torch.randn(8, WIDTH)
-    with pytest.raises(Exception, match="no memory"):
+    no_memory = interrupted(DeviceState.allocate, torch.OutOfMemoryError("no memory"), after=2)
+    with no_memory, pytest.raises(Exception, match="no memory"):
         call(x)
     assert all(is_left_on_host(param) for param in model.parameters())
     torch._dynamo.reset()
@@ -164,7 +157,7 @@ def test_further_parameters_find_a_ring() -> None:
     optimizer.close()
 
 
-def test_interrupt_in_an_unload_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_in_an_unload_loses_nothing() -> None:
     from zenflow_compile.runtime.parameters.host_weight import HostWeight
 
     run, other = Run(offloads=True, update_interval=2), Run(offloads=True, update_interval=2)
@@ -172,18 +165,10 @@ def test_interrupt_in_an_unload_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
         torch._dynamo.reset()
         each.compile()
         each.train(0, 1)
-    free = HostWeight._free
-
-    def interrupted(self: HostWeight) -> None:
-        free(self)
-        raise KeyboardInterrupt
-
     torch._dynamo.reset()
     run.compile()
-    monkeypatch.setattr(HostWeight, "_free", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(HostWeight._free, returned=True), pytest.raises(KeyboardInterrupt):
         run.loss(2)
-    monkeypatch.setattr(HostWeight, "_free", free)
     other.compile()
     assert all(map(torch.equal, run.train(2, 3), other.train(2, 3)))
     run.optimizer.close()

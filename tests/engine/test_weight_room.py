@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zenflow_compile as zf
+from tests.support.calls import interrupted
 from tests.support.training import Recorded, take_step
 from zenflow_compile.planning.weight_memory import divide_budget
 from zenflow_compile.runtime.device import devices
@@ -197,19 +198,11 @@ def test_weight_without_memory_stays_in_host_memory() -> None:
     Counting.peak = peak_that_leaves(100 * WEIGHT)
     run = Run(offload_weights="auto")
     run.train(2)
-    allocate = HostWeight._allocate
-    failed = []
-
-    def scarce(weight: HostWeight) -> None:
-        if weight.plan.index >= 4 and not failed:
-            failed.append(weight)
-            raise torch.OutOfMemoryError("none left")
-        allocate(weight)
-
+    error = torch.OutOfMemoryError("none left")
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2))
     loss = run.call(x).square().mean()
     loss.backward()
-    with mock.patch.object(HostWeight, "_allocate", scarce):
+    with interrupted(HostWeight._allocate, error, when=lambda passed: passed["self"].plan.index >= 4):
         run.optimizer.step()
     run.optimizer.zero_grad()
     run.losses.append(loss.detach())

@@ -8,6 +8,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ import zenflow_compile as zf
 from tests.engine.test_failures import root_of, train_until_it_fails
 from tests.engine.test_files import change_a_byte_of_each, full_after
 from tests.engine.test_interrupts import FILES, interrupted_at
+from tests.support.calls import Call, at_calls, calls_of
 from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, Training, assert_same
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.nvme import cache as nvme_cache
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk
+from zenflow_compile.runtime.nvme.chunk import make_transfer
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,46 +96,31 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize("name", ["zero_infinity", "reselecting", pytest.param("stale_every_step", marks=LONG)])
-def test_weights_in_files_train_to_the_same_bits(name: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_files_train_to_the_same_bits(name: str, make: Make) -> None:
     expected = in_memory(name).run(0, 8)
-    moved: list[str] = []
-    transfer = nvme_cache.make_transfer
-
-    def noting(chunk: Chunk, kind: str, *place: Any, **keywords: Any) -> Any:
-        moved.append(f"{kind} {chunk.content.what}")
-        return transfer(chunk, kind, *place, **keywords)
-
-    monkeypatch.setattr(nvme_cache, "make_transfer", noting)
     training = make(name).run(0, 4)
-    moved.clear()
-    training.run(4, 8)
+    with calls_of(make_transfer) as transfers:
+        training.run(4, 8)
+    moved = [f"{call.arguments['kind']} {call.arguments['chunk'].content.what}" for call in transfers]
     assert moved.count("read the weight") >= 4 * LAYERS
     assert moved.count("write the weight") >= LAYERS
     assert_same(training.weights(), expected.weights())
 
 
-def test_host_memory_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_bounded(make: Make) -> None:
     """Of arenas and caches, and of the weights that have a place there, also around checkpoints."""
-    arenas: list[int] = []
-    init = HostArena.__init__
-
-    def noting(self: HostArena, total_bytes: int, *device: Any) -> None:
-        arenas.append(total_bytes)
-        init(self, total_bytes, *device)
-
-    monkeypatch.setattr(HostArena, "__init__", noting)
     resident: list[int] = []
-    take = NvmeCache._take
 
-    def watched(self: NvmeCache, chunk: Chunk) -> CacheSpan:
-        place = take(self, chunk)
-        assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
-        resident.append(chunk.size + sum(each.size for each in self.chunks if each.place not in (None, place)))
-        return place
+    def watched(call: Call) -> None:
+        place, taken_from = call.result, call.arguments["self"]
+        assert place.memory.data_ptr() == taken_from._memory.data_ptr() + place.begin
+        others = (each.size for each in taken_from.chunks if each.place not in (None, place))
+        resident.append(call.arguments["chunk"].size + sum(others))
 
-    monkeypatch.setattr(NvmeCache, "_take", watched)
-    training = make().run(0, 3)
-    training.load(training.saved()).run(3, 5)
+    with calls_of(HostArena.__init__) as made, at_calls(watched, NvmeCache._take, returned=True):
+        training = make().run(0, 3)
+        training.load(training.saved()).run(3, 5)
+    arenas = [call.arguments["total_bytes"] for call in made]
     registry = training.optimizer.engine.registry
     gradients = sum(each.gradients[0].nbytes for each in (offloaded.host for offloaded in registry.offloaded.values()))
     biases = registry.weights.host_bytes  # their state is on the device
@@ -146,25 +132,22 @@ def test_host_memory_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(weight.values.whole is None for p, weight in registry.weights.weights.items() if p in registry.offloaded)
 
 
-def test_weights_are_read_ahead_of_their_copies(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_read_ahead_of_their_copies(make: Make) -> None:
     """Where the cache has memory for a few, no copy finds that its weight has not begun to be read."""
     late: list[str] = []
-    bring = NvmeCache.bring
 
-    def noting(self: NvmeCache, chunk: Chunk, *, step: int) -> Any:
-        if chunk.place is None:
-            late.append(chunk.plan.name)
-        return bring(self, chunk, step=step)
+    def noting(call: Call) -> None:
+        if call.arguments["chunk"].place is None:
+            late.append(call.arguments["chunk"].plan.name)
 
-    monkeypatch.setattr(NvmeCache, "bring", noting)
     training = make(window=12 * 32 * 32 + 4 * WEIGHT).run(0, 3)
     assert [chunk for chunk in cache_of(training).chunks if chunk in cache_of(training)._layout.homes] == []
-    late.clear()
-    training.run(3, 6)
-    assert len(late) <= 3  # the first one of a forward, behind the updates
-    monkeypatch.setattr(NvmeCache, "read_ahead", lambda self, order=None: None)
-    late.clear()
-    training.run(6, 9)
+    with at_calls(noting, NvmeCache.bring):
+        training.run(3, 6)
+        assert len(late) <= 3  # the first one of a forward, behind the updates
+        late.clear()
+        with mock.patch.object(NvmeCache, "read_ahead", return_value=None):
+            training.run(6, 9)
     assert len(late) > 3 * LAYERS
 
 
@@ -282,18 +265,17 @@ def test_lost_weights_are_nan_behind_close(make: Make) -> None:
     assert all(bool(param.isnan().all()) for param in matrices)
 
 
-def test_late_copies_keep_their_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_copies_keep_their_memory(make: Make) -> None:
     """Mutant: a load does not keep its place, which the next read takes."""
     users: list[int] = []
-    read_by = NvmeCache.read_by
 
-    def noting(self: NvmeCache, chunk: Chunk, copy: Any) -> None:
-        read_by(self, chunk, copy)
+    def noting(call: Call) -> None:
+        chunk, copy = call.arguments["chunk"], call.arguments["copy"]
         assert chunk.place is not None
         users.append(sum(user is copy for user in chunk.place.users))
 
-    monkeypatch.setattr(NvmeCache, "read_by", noting)
-    make().run(0, 2)
+    with at_calls(noting, NvmeCache.read_by, returned=True):
+        make().run(0, 2)
     assert set(users) == {1}
 
 

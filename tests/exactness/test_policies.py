@@ -11,11 +11,12 @@ import torch
 
 from tests.exactness.test_half_precision import Given as OneOfEach
 from tests.exactness.test_half_precision import MasterAdamW, trained, zenflow_adamw
+from tests.support.copies import Copies
 from tests.support.trajectories import each_member, largest_difference, plain_adamw, train
 from tests.support.zoo import BY_NAME, Member, generator
 from zenflow_compile.planning import planners
 from zenflow_compile.planning.plan import Placement
-from zenflow_compile.runtime.device import thread_lane
+from zenflow_compile.runtime.device.thread_lane import copy_without_gil
 
 STREAMED: dict[str, Any] = {"policy": "deep_optimizer_states"}
 TWINFLOW: dict[str, dict[str, Any]] = {
@@ -94,16 +95,15 @@ def test_mixtures_with_one_step_windows_are_adamw(member: Member, case: str, inn
     assert largest_difference(run, plain_adamw(member, inner, 20), member) < member.tolerance
 
 
-def test_control_lost_streamed_moments_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_lost_streamed_moments_differ(copies: Copies) -> None:
     """Control: the same run whose write-backs are lost differs by orders of magnitude."""
     member = BY_NAME["mlp"]
-    copy = thread_lane.copy_without_gil
 
     def lossy(target: torch.Tensor, source: torch.Tensor) -> None:
         if threading.current_thread().name != "zenflow-D2H":
-            copy(target, source)
+            copy_without_gil(target, source)
 
-    monkeypatch.setattr(thread_lane, "copy_without_gil", lossy)
+    copies.make = lossy
     run = train(member, "eager", 20, **STRIDES["all"])
     assert largest_difference(run, plain_adamw(member, "eager", 20), member) > 1e-3
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.calls import interrupted
 from tests.support.training import OFFLOAD_ALL
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime import ops
@@ -269,19 +270,14 @@ def test_collected_before_first_use() -> None:
     assert not hasattr(copy.deepcopy(model)[0].weight, "_zenflow_owner")
 
 
-def test_failed_first_use_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_first_use_can_be_repeated() -> None:
     from zenflow_compile.runtime.host.arena import HostArena
 
     model = model_of()
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
-    with monkeypatch.context() as patch:
-
-        def fail(*args: Any) -> None:
-            raise MemoryError("no memory for a test")
-
-        patch.setattr(HostArena, "__init__", fail)
-        with pytest.raises(MemoryError, match="no memory for a test"):
-            train(model, optimizer)
+    no_memory = interrupted(HostArena.__init__, MemoryError("no memory for a test"))
+    with no_memory, pytest.raises(MemoryError, match="no memory for a test"):
+        train(model, optimizer)
     optimizer.zero_grad()
     assert not built(optimizer)
     model = model_of()

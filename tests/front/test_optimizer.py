@@ -6,13 +6,13 @@ import gc
 import io
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.calls import interrupted
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, assert_same, batch, mlp
 from zenflow_compile import ZenFlowAdamW
 
@@ -119,24 +119,19 @@ def test_added_group_keeps_open_windows() -> None:
 
 
 def test_refused_group_changes_nothing() -> None:
-    from zenflow_compile.runtime.parameters import capacity
+    from zenflow_compile.runtime.host.arena import require_host_memory
     from zenflow_compile.runtime.parameters.device_state import DeviceState
 
     model = mlp()
     optimizer = ZenFlowAdamW(model[:3].parameters(), **ADAM, **EXACT)
     state = optimizer.state_dict()
     new = model[4].weight
-
-    def too_little_memory(needed_bytes: int, remedies: str, processes: int) -> None:
-        raise ValueError("too little memory")
-
-    with (
-        mock.patch.object(capacity, "require_host_memory", too_little_memory),
-        pytest.raises(ValueError, match="too little memory"),
+    for function, error in (
+        (require_host_memory, ValueError("too little memory")),
+        (DeviceState.allocate, ZeroDivisionError("on purpose")),
     ):
-        optimizer.add_param_group({"params": [new]})
-    with mock.patch.object(DeviceState, "allocate", classmethod(lambda *args: 1 / 0)), pytest.raises(ZeroDivisionError):
-        optimizer.add_param_group({"params": [new]})
+        with interrupted(function, error), pytest.raises(type(error), match=str(error)):
+            optimizer.add_param_group({"params": [new]})
     assert len(optimizer.param_groups) == 1
     assert len(optimizer.engine.params) == len(optimizer.engine.plan.params) == 4
     optimizer.load_state_dict(state)

@@ -33,7 +33,7 @@ from tests.integrations.compare import (
     weights,
 )
 from tests.integrations.vision import import_timm
-from tests.support.gated_jobs import UPDATES, failing, gated
+from tests.support.gated_jobs import UPDATES, failed_jobs
 from tests.support.processes import in_child
 from tests.support.training import take_step
 from zenflow_compile import weight_readers
@@ -366,7 +366,7 @@ def test_reader_of_another_model_hears_of_no_failure(kind: str) -> None:
             nn.utils.parameters_to_vector((list if kind == "parameters" else iter)(model.parameters()))
 
     failed, loop = (Loop(EXACT, fully_shard(Layers()) if kind == "sharded" else None) for _ in range(2))
-    with gated(failing(RuntimeError("on purpose")), UPDATES), pytest.raises(RuntimeError, match="host update"):
+    with failed_jobs(RuntimeError("on purpose"), UPDATES), pytest.raises(RuntimeError, match="host update"):
         list(failed.steps())
     for _ in loop.steps(2):
         read(loop.model)

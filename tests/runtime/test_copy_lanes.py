@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.calls import Call, at_calls
 from tests.support.copies import Copies
 from zenflow_compile.runtime.device.copy_lanes import CopyError
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket, copy_without_gil
@@ -180,41 +181,37 @@ def test_settle_waits_for_all_copies(lane: ThreadLane) -> None:
     assert target.all()
 
 
-def test_interrupted_start_leaves_no_second_thread(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = threading.Thread.start, []
+def test_interrupted_start_leaves_no_second_thread(lane: ThreadLane) -> None:
+    started: list[threading.Thread] = []
 
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        started.append(thread)
+    def interrupt(call: Call) -> None:
+        started.append(call.arguments["self"])
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
+    with at_calls(interrupt, threading.Thread.start, returned=True), pytest.raises(KeyboardInterrupt):
+        lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w")
     started[0].join(20)
     assert not started[0].is_alive()
     lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w").wait()
 
 
-def test_lost_thread_fails_queued_copies(lane: ThreadLane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_thread_fails_queued_copies(lane: ThreadLane) -> None:
     """The next copy starts another thread."""
-    gate, original = threading.Event(), ThreadTicket.set
+    gate = threading.Event()
     broken: list[ThreadTicket] = []
 
-    def breaks(ticket: ThreadTicket, error: BaseException | None = None) -> None:
+    def breaks(call: Call) -> None:
         if not broken and lane.runs(threading.current_thread()):
-            broken.append(ticket)
+            broken.append(call.arguments["self"])
             gate.wait(20)
             raise MemoryError
-        original(ticket, error)
 
-    monkeypatch.setattr(ThreadTicket, "set", breaks)
-    tickets = [lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w") for _ in range(4)]
-    gate.set()
-    for ticket in tickets:
-        ticket.settle()
-        assert isinstance(ticket.error, MemoryError)
+    with at_calls(breaks, ThreadTicket.set, new_threads=True):
+        tickets = [lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w") for _ in range(4)]
+        gate.set()
+        for ticket in tickets:
+            ticket.settle()
+            assert isinstance(ticket.error, MemoryError)
     assert lane.failed
     lane.submit(torch.zeros(4), torch.ones(4), step=0, param="w").wait()
     lane.settle()

@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 
+from tests.support.calls import Call, at_calls
 from zenflow_compile.options.options import Options
 from zenflow_compile.runtime.device.devices import CpuDevice
-from zenflow_compile.runtime.host import cores as cores_module
 from zenflow_compile.runtime.host.cores import (
     Core,
     LocalRanks,
@@ -160,14 +160,18 @@ def test_error_is_raised_after_all_pinned_threads() -> None:
     assert ended.is_set()
 
 
-def test_work_runs_where_pinning_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(thread: int, cores: set[int]) -> None:
+def test_work_runs_where_pinning_is_forbidden() -> None:
+    asked: list[Call] = []
+
+    def forbidden(call: Call) -> None:
+        asked.append(call)
         raise PermissionError
 
-    monkeypatch.setattr(cores_module.os, "sched_setaffinity", forbidden, raising=False)
     ran: list[int] = []
-    run_pinned([0, 0], ran.append)
+    with at_calls(forbidden, os.sched_setaffinity, new_threads=True):
+        run_pinned([0, 0], ran.append)
     assert sorted(ran) == [0, 1]
+    assert len(asked) == 2
 
 
 def test_ranks_are_near_their_devices(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.calls import interrupted
 from tests.support.copies import Copies
 from tests.support.gated_jobs import HeldJob
 from tests.support.training import Training
@@ -21,8 +22,8 @@ from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.host.workers import Workers
-from zenflow_compile.runtime.parameters import flushed_updates
 from zenflow_compile.runtime.parameters.allocation import allocate_pools, connect, pools_arena_bytes
+from zenflow_compile.runtime.parameters.flushed_updates import Upload
 from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.update_rule import StepCoefficients
@@ -172,7 +173,7 @@ def test_lane_waits_for_users_of_its_target(kind: str) -> None:
     lane.close(), workers.close()
 
 
-def test_interrupted_upload_leaves_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_upload_leaves_its_buffer() -> None:
     options: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 4}
     training = Training(None, options).run(0, 3)
     offloaded = next(each for each in training.optimizer.engine.offloaded.values() if each.host.open)
@@ -181,18 +182,12 @@ def test_interrupted_upload_leaves_its_buffer(monkeypatch: pytest.MonkeyPatch) -
     assert window.buffer is not None
     offloaded.transport.workers.submit(window.job)
     window.job.wait()
-    with monkeypatch.context() as patch:
-        patch.setattr(flushed_updates, "Upload", raise_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            offloaded.updates.start_upload()
+    with interrupted(Upload.__init__), pytest.raises(KeyboardInterrupt):
+        offloaded.updates.start_upload()
     assert offloaded.host.users_of(window.buffer) == (Users([], []), [window])
     assert offloaded.updates.start_upload()
     assert offloaded.host.users_of(window.buffer)[1] == []
     training.optimizer.close()
-
-
-def raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_dropped_gradient_has_been_copied(copies: Copies) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +23,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gil_gap import measure, spin_beside
+from tests.support.calls import calls_of
 from tests.support.coefficients import with_lr
+from tests.support.native_code import NativeCode
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.native import build
 from zenflow_compile.native.build import BuildError
-from zenflow_compile.native.library import library, rule_address
 from zenflow_compile.runtime.host.host_kernel import HostKernel, WindowUpdate, check_native_code
 from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 from zenflow_compile.torch_internals import torch_private
@@ -252,52 +255,34 @@ def run_in_thread(work: Callable[[], None]) -> None:
         pool.submit(work).result()
 
 
-@pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A process that has not loaded the library, with an empty cache. It compiles in half the time, unoptimized."""
-    caches = (check_native_code, library, rule_address, build.load_library, build.load_rule, build.warn_once)
-    for each in caches:
-        each.cache_clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
-    yield tmp_path / "zenflow_compile"
-    monkeypatch.undo()
-    for each in caches:
-        each.cache_clear()
-
-
-def test_no_compiler_is_an_error_before_any_change(no_library: Path) -> None:
+def test_no_compiler_is_an_error_before_any_change(native_code: NativeCode) -> None:
     model = nn.Linear(32, 32)
     data = model.weight.data_ptr()
-    with (
-        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
-        pytest.raises(
-            BuildError, match=r"no C\+\+ compiler was found.* package g\+\+ \(apt-get install g\+\+.*set CXX"
-        ),
+    (compiler,) = torch_private.cpp_compiler() or ()
+    native_code.compile_with("no-such-compiler", by_user=False)
+    with pytest.raises(
+        BuildError, match=r"no C\+\+ compiler was found.* package g\+\+ \(apt-get install g\+\+.*set CXX"
     ):
         ZenFlowAdamW(model.named_parameters())
     assert model.weight.data_ptr() == data
+    native_code.compile_with(compiler, by_user=False)
     ZenFlowAdamW(model.named_parameters()).close()
 
 
 @pytest.mark.parametrize("arguments", ["-O1", "'-O1' -g"])
-def test_compiler_with_arguments_is_split(no_library: Path, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+def test_compiler_with_arguments_is_split(native_code: NativeCode, arguments: str) -> None:
     """As in ``CXX="g++ -O1"`` and ``CXX="ccache g++"``, which make and shells split."""
     (compiler,) = torch_private.cpp_compiler() or ()
-    monkeypatch.setenv("CXX", f"{compiler} {arguments}")
-    with torch._inductor.config.patch({"cpp.cxx": (None, f"{compiler} {arguments}")}):
-        assert torch_private.cpp_compiler() == (compiler, *arguments.replace("'", "").split())
-        check_native_code()
-        assert build.library_key((compiler, "-O1")) != build.library_key((compiler, "-O2"))
+    native_code.compile_with(f"{compiler} {arguments}")
+    assert torch_private.cpp_compiler() == (compiler, *arguments.replace("'", "").split())
+    check_native_code()
+    assert build.library_key((compiler, "-O1")) != build.library_key((compiler, "-O2"))
 
 
-def test_compiler_that_is_missing_is_named(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_that_is_missing_is_named(native_code: NativeCode) -> None:
     for given in ("no-such-compiler -O1", "clang '"):
-        monkeypatch.setenv("CXX", given)
-        with (
-            torch._inductor.config.patch({"cpp.cxx": (given,)}),
-            pytest.raises(RuntimeError, match=rf"no C\+\+ compiler was found \(CXX is {given}\): .*package g\+\+"),
-        ):
+        native_code.compile_with(given)
+        with pytest.raises(RuntimeError, match=rf"no C\+\+ compiler was found \(CXX is {given}\): .*package g\+\+"):
             check_native_code()
 
 
@@ -311,58 +296,57 @@ def test_compiler_that_is_missing_is_named(no_library: Path, monkeypatch: pytest
     ],
     ids=["fails", "is killed", "makes nothing", "makes no library"],
 )
-def test_broken_compiler_is_an_error(
-    no_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, reason: str
-) -> None:
+def test_broken_compiler_is_an_error(native_code: NativeCode, tmp_path: Path, script: str, reason: str) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o700)
-    monkeypatch.setattr(torch_private, "cpp_compiler", lambda: (str(compiler),))
+    native_code.compile_with(str(compiler))
     with pytest.raises(BuildError, match=f"(?s){reason}"):
         check_native_code()
-    assert not list(no_library.glob("*.so")) or script.startswith("while")
+    assert not list(native_code.folder.glob("*.so")) or script.startswith("while")
 
 
-def test_wrong_code_is_found(no_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_code_is_found(native_code: NativeCode, tmp_path: Path) -> None:
     for path in build.SOURCES.glob("*.[ch]*"):
         (tmp_path / path.name).write_text(path.read_text().replace("* step.grad_scale", ""))
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    native_code.compile_from(tmp_path)
     with pytest.raises(RuntimeError, match="compute wrong numbers; set CXX"):
         check_native_code()
 
 
-def test_library_is_compiled_one_time(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_is_compiled_one_time(native_code: NativeCode) -> None:
     check_native_code()
-    paths = list(no_library.iterdir())
+    paths = list(native_code.folder.iterdir())
     assert sorted(path.name.rpartition("-")[0] for path in paths) == ["host_jobs", "host_rule"]
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o700}
-    for cached in (check_native_code, library, rule_address, build.load_library, build.load_rule):
-        cached.cache_clear()
-    monkeypatch.setattr(build, "_compile", None)
-    check_native_code()
+    native_code.forget()
+    with calls_of(subprocess.run) as ran:
+        check_native_code()
+    commands = [call.arguments["popenargs"][0] for call in ran]
+    assert commands
+    assert all(command[-1] == "--version" for command in commands)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "written by all", "a link", "in a folder written by all"])
-def test_library_that_is_not_ours_is_compiled_anew(
-    no_library: Path, damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
+def test_library_that_is_not_ours_is_compiled_anew(native_code: NativeCode, damage: str, tmp_path: Path) -> None:
+    native_code.compile_from(tmp_path)
+    folder = native_code.folder
     (tmp_path / "small.cpp").write_text('extern "C" int answer() { return 42; }')
     compiler = torch_private.cpp_compiler() or ()
-    path = no_library / f"small-{build.library_key(compiler, build.FLAGS)}.so"
-    no_library.mkdir(mode=0o700)
+    path = folder / f"small-{build.library_key(compiler, build.FLAGS)}.so"
+    folder.mkdir(mode=0o700)
     build._compile(compiler, build.FLAGS, "small.cpp", path)  # not loaded: this process would keep it by its name
     good = path.read_bytes()
     path.unlink()
     if damage == "a link":
-        (no_library / "other").write_bytes(good)
-        path.symlink_to(no_library / "other")
+        (folder / "other").write_bytes(good)
+        path.symlink_to(folder / "other")
     else:
         path.write_bytes(good[:100] if damage == "truncated" else good)
         path.chmod(0o777 if damage == "written by all" else 0o700)
     in_folder = damage == "in a folder written by all"
     if in_folder:
-        no_library.chmod(0o777)
+        folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="another user owns it") if in_folder else nullcontext():
         name, handle = build._load("small.cpp", build.FLAGS)
     assert ctypes.CDLL(name, handle=handle).answer() == 42
@@ -372,8 +356,8 @@ def test_library_that_is_not_ours_is_compiled_anew(
     assert path.stat().st_mode & 0o777 == 0o700
 
 
-def test_cache_that_cannot_be_written_warns_once(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_library.write_text("a file in place of the folder")
+def test_cache_that_cannot_be_written_warns_once(native_code: NativeCode) -> None:
+    native_code.folder.write_text("a file in place of the folder")
     with pytest.warns(
         RuntimeWarning, match="every process compiles them again, which takes seconds; set XDG_CACHE_HOME"
     ):
@@ -381,41 +365,41 @@ def test_cache_that_cannot_be_written_warns_once(no_library: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("damage", ["written by all", "written by the group", "of another user", "a link"])
-def test_folder_that_is_not_ours_is_not_used(no_library: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_is_not_ours_is_not_used(native_code: NativeCode, damage: str) -> None:
     """Another user could put a library there in place of ours."""
-    folder = no_library
+    folder = native_code.folder
     if damage == "a link":
-        folder = no_library.with_name("elsewhere")
-        no_library.symlink_to(folder)
+        folder = folder.with_name("elsewhere")
+        native_code.folder.symlink_to(folder)
     folder.mkdir(mode=0o700)
     if damage.startswith("written"):
         folder.chmod(0o777 if damage.endswith("all") else 0o770)
-    if damage == "of another user":
-        other = os.getuid() + 1
-        monkeypatch.setattr(os, "getuid", lambda: other)
-    with pytest.warns(RuntimeWarning, match=r"another user owns it or can write it, or it is a link\): every process"):
+    user = os.getuid() + (damage == "of another user")
+    with (
+        mock.patch.object(os, "getuid", return_value=user),
+        pytest.warns(RuntimeWarning, match=r"another user owns it or can write it, or it is a link\): every process"),
+    ):
         check_native_code()
     assert not list(folder.iterdir())
 
 
-def test_no_folder_that_can_be_written_is_an_error(no_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_library.write_text("a file in place of the folder")
-    monkeypatch.setattr(tempfile, "tempdir", str(no_library))
+def test_no_folder_that_can_be_written_is_an_error(native_code: NativeCode) -> None:
+    native_code.folder.write_text("a file in place of the folder")
     with (
+        mock.patch.object(tempfile, "tempdir", str(native_code.folder)),
         pytest.warns(RuntimeWarning, match="every process compiles them again"),
         pytest.raises(RuntimeError, match=r"no folder for compiled code can be written: .*; set TMPDIR"),
     ):
         check_native_code()
 
 
-def test_key_depends_on_the_cpu_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_key_depends_on_the_cpu_and_the_source(native_code: NativeCode, tmp_path: Path) -> None:
     compiler = torch_private.cpp_compiler()
     assert compiler is not None
     here = build.library_key(compiler)
-    with monkeypatch.context() as other_cpu:
-        other_cpu.setattr(build, "processor", lambda: "flags: sse2")
+    with mock.patch.object(build, "processor", return_value="flags: sse2"):
         assert build.library_key(compiler) != here
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    native_code.compile_from(tmp_path)
     assert build.library_key(compiler) != here
 
 

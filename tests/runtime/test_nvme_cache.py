@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.engine.test_interrupts import every_point
+from tests.support.calls import at_calls
 from tests.support.gated_jobs import HeldJob, gated
 from zenflow_compile.native.library import FAILED
 from zenflow_compile.planning.cached_state import FILE_WINDOW_BYTES
@@ -591,11 +592,10 @@ def test_cache_smaller_than_a_chunk_is_refused() -> None:
         cache_bytes([plan_of(0, 10), plan_of(1, 40)], 40 * 768 - 1)
 
 
-def test_refused_threads_raise_and_give_back(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Workers, "start", lambda _: refuse_threads(RuntimeError("EAGAIN")))
-        with pytest.raises(RuntimeError, match="thread"):
-            files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
+def test_refused_threads_raise_and_give_back(files: Files) -> None:
+    refuse = at_calls(lambda _: refuse_threads(RuntimeError("EAGAIN")), Workers.start)
+    with refuse, pytest.raises(RuntimeError, match="thread"):
+        files.add([plan_of(0), plan_of(1)], chunk_bytes(plan_of(0)))
     files.stores = []
     files.add([plan_of(2), plan_of(3)], chunk_bytes(plan_of(0)))
     assert [values(store) for store in files.stores] == [{0.0}, {1.0}]

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.patches import failing
+from tests.support.calls import interrupted
 from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory
 
 pytestmark = pytest.mark.timeout(20)
@@ -125,9 +125,9 @@ def test_full_disk_unlocks_the_directory(tmp_path: Path) -> None:
     before = psutil.Process().num_fds()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     message = f"nvme_path={re.escape(repr(str(tmp_path)))} cannot be used: No space left.*space left$"
-    for call in ("pwrite", "ftruncate", "open"):
+    for call in (os.pwrite, os.ftruncate, os.open):
         # The error's traceback keeps all frames alive.
-        with failing(os, call, full), pytest.raises(ValueError, match=message) as caught:
+        with interrupted(call, full), pytest.raises(ValueError, match=message) as caught:
             ScratchDirectory(tmp_path)
         assert psutil.Process().num_fds() == before
         assert not list(tmp_path.iterdir())
@@ -161,7 +161,6 @@ def test_impossible_path_is_refused(path: str, message: str) -> None:
 
 ORPHAN = """
 import os, sys
-from tests.support.patches import failing
 from zenflow_compile.runtime.nvme.state_file import ScratchDirectory
 directory = ScratchDirectory(sys.argv[1])
 child = os.fork()

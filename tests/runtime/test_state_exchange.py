@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,23 +16,24 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.calls import at_calls, interrupted
+from tests.support.copies import Copies
 from tests.support.edge_floats import edge_floats, same_bits
 from tests.support.gated_jobs import HeldJob
 from zenflow_compile.planning import plan as plans
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
-from zenflow_compile.runtime.device import thread_lane
 from zenflow_compile.runtime.device.devices import device_of
-from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket
+from zenflow_compile.runtime.device.thread_lane import ThreadLane, ThreadTicket, copy_without_gil
 from zenflow_compile.runtime.device_updates.selection import Selection, Wanted, reselect
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.host_kernel import HostKernel
 from zenflow_compile.runtime.host.state_store import InMemory
-from zenflow_compile.runtime.host.workers import Job, Workers
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.parameters.device_state import DeviceState, exchange_rows
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.state_exchange import StateExchange
 from zenflow_compile.runtime.recorder import Recorder
-from zenflow_compile.runtime.state_forms import PLAIN, State, StateRows
+from zenflow_compile.runtime.state_forms import PLAIN, StateRows
 from zenflow_compile.timeline import Timeline
 
 pytestmark = pytest.mark.timeout(60)
@@ -179,13 +181,16 @@ class Weights:
 class Engine:
     """Lanes, workers and an exchange, as an engine has them."""
 
-    def __init__(self, *params: ParamPlan, workers: int = 2) -> None:
+    def __init__(
+        self, *params: ParamPlan, workers: int = 2, lane: type[ThreadLane] = ThreadLane, buffer_bytes: int = 1 << 30
+    ) -> None:
         self.recorder = Recorder()
-        self.to_host, self.to_device = (ThreadLane(name, self.recorder) for name in ("D2H", "H2D"))
+        self.to_host, self.to_device = (lane(name, self.recorder) for name in ("D2H", "H2D"))
         self.workers = Workers(workers, self.recorder)
         self.workers.start()
         self.exchange = StateExchange(self.to_host, self.to_device, self.workers, self.recorder, device_of(CPU))
-        self.exchange.fit(Plan(policy="zenflow", params=params).exchange_buffer_bytes)
+        all_slices = Plan(policy="zenflow", params=params).exchange_buffer_bytes
+        self.exchange.fit(min(all_slices, max(buffer_bytes, *(param.swap_bytes for param in params), 0)))
 
     def close(self) -> None:
         self.workers.close()
@@ -195,8 +200,8 @@ class Engine:
 
 
 @contextmanager
-def engine(*params: ParamPlan, workers: int = 2) -> Iterator[Engine]:
-    made = Engine(*params, workers=workers)
+def engine(*params: ParamPlan, **keywords: Any) -> Iterator[Engine]:
+    made = Engine(*params, **keywords)
     try:
         yield made
     finally:
@@ -225,15 +230,12 @@ def test_rows_exchanged_at_once_are_the_same(shape: tuple[int, int, int]) -> Non
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 9, 1 << 20])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_exchange_equals_the_host_path(
-    shape: tuple[int, int, int], buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchange_equals_the_host_path(shape: tuple[int, int, int], buffer_bytes: int) -> None:
     """For any number of swaps, cut into any chunks; later exchanges build on the earlier ones' rows."""
-    monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
-    monkeypatch.setattr(thread_lane, "INLINE_BYTES", 64)
     plan = plan_of(*shape)
     expected, actual = Sides(plan), Sides(plan)
-    with engine(plan, workers=3) as made:
+    with engine(plan, workers=3, buffer_bytes=buffer_bytes) as made:
+        made.to_host.inline_bytes = made.to_device.inline_bytes = 64
         for swaps in range(plan.most_swaps + 1):
             bound = random.Random(swaps).randint(max(1, swaps), plan.slices)
             wanted = wanted_after(expected.device.selection, swaps, bound)
@@ -265,15 +267,12 @@ def test_rows_exchanged_at_once_have_weights(shape: tuple[int, int, int], dtype:
 @pytest.mark.parametrize("buffer_bytes", [1 << 9, 1 << 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_exchange_writes_the_weights(
-    shape: tuple[int, int, int], dtype: torch.dtype, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchange_writes_the_weights(shape: tuple[int, int, int], dtype: torch.dtype, buffer_bytes: int) -> None:
     """In any number of chunks and tasks, with rows beyond the real ones; the state is that without weights."""
-    monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
     plan = plan_of(*shape, dtype)
     expected, actual = Sides(plan), Sides(plan)
     weights, _ = Weights(expected), Weights(actual)
-    with engine(plan, workers=3) as made:
+    with engine(plan, workers=3, buffer_bytes=buffer_bytes) as made:
         for swaps in range(plan.most_swaps + 1):
             before = expected.device.selection.deferred
             wanted = wanted_after(expected.device.selection, swaps, swaps + 1)
@@ -310,13 +309,10 @@ class StoredSides:
 @pytest.mark.parametrize("length", [128, 333])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp8"])
-def test_exchange_converts_rows(
-    moments: str, split: bool, length: int, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exchange_converts_rows(moments: str, split: bool, length: int, buffer_bytes: int) -> None:
     """The job and the swap in the calling thread have the same bits."""
-    monkeypatch.setattr(plans, "EXCHANGE_BYTES", buffer_bytes)
     expected, actual = (StoredSides(moments, split, length) for _ in range(2))
-    with engine(actual.plan, workers=3) as made:
+    with engine(actual.plan, workers=3, buffer_bytes=buffer_bytes) as made:
         actual.host.pool = made.workers.handle
         for swaps in range(6):
             change = reselect(expected.device.selection, wanted_after(expected.device.selection, swaps, swaps + 1))
@@ -331,14 +327,13 @@ def test_exchange_converts_rows(
             assert all(same_bits(*pair) for pair in zip(actual.tensors(), expected.tensors(), strict=True))
 
 
-def test_exchange_waits_for_reads_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_waits_for_reads_of_the_weights() -> None:
     """The job of every chunk writes what a late copy still reads."""
-    monkeypatch.setattr(plans, "EXCHANGE_BYTES", 200)  # chunks of two slices
     plan = plan_of(4, 12, 8, torch.bfloat16)
     sides = Sides(plan)
     weights, reads = Weights(sides), ThreadTicket()
     kept = weights.tensor.clone()
-    with engine(plan) as made:
+    with engine(plan, buffer_bytes=200) as made:  # chunks of two slices
         before = sides.device.selection.deferred
         sides.start(
             made.exchange,
@@ -410,28 +405,28 @@ def test_exchange_waits_for_the_jobs_before_it() -> None:
         assert not any(torch.equal(a, b) for a, b in zip(sides.bits(), before, strict=True))
 
 
-def test_lane_that_cannot_wait_gets_finished_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+class WithoutFlags(ThreadLane):
+    """A lane that cannot wait for jobs."""
+
+    def can_wait_for(self, work: object) -> bool:
+        return False
+
+
+def test_lane_that_cannot_wait_gets_finished_jobs() -> None:
     """Without flags the host waits for the job, and only when the state is needed."""
-    monkeypatch.setattr(ThreadLane, "can_wait_for", lambda lane, work: False)
     plan = plan_of(4, 12, 8)
     expected, actual = Sides(plan), Sides(plan)
-    with engine(plan) as made:
-        submitted = []
-        submit = made.to_device.submit
-
-        def checked(*tensors: Tensor, after: Job, **keywords: Any) -> Any:
-            submitted.append(after.is_set)
-            return submit(*tensors, after=after, **keywords)
-
-        monkeypatch.setattr(made.to_device, "submit", checked)
+    submitted: list[bool] = []
+    with engine(plan, lane=WithoutFlags) as made:
         held = actual.host.last_job = HeldJob(made.workers, deadline=7)
         wanted = wanted_after(expected.device.selection, 2, 4)
         expected.exchange_now(wanted)
-        actual.start(made.exchange, wanted)
-        made.exchange.start_uploads()
-        assert submitted == []
-        held.gate.set()
-        made.exchange.finish()
+        with at_calls(lambda call: submitted.append(call.arguments["after"].is_set), made.to_device.submit):
+            actual.start(made.exchange, wanted)
+            made.exchange.start_uploads()
+            assert submitted == []
+            held.gate.set()
+            made.exchange.finish()
         assert submitted == [True]
         actual.assert_same(expected)
 
@@ -458,18 +453,17 @@ def test_failed_job_stops_its_exchange() -> None:
 
 
 @pytest.mark.parametrize("lane", ["D2H", "H2D"])
-def test_failed_copy_stops_its_exchange(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_stops_its_exchange(lane: str, copies: Copies) -> None:
     plan = plan_of(4, 12, 8)
     sides = Sides(plan)
-    make = ThreadLane._make
     error = ValueError("on purpose")
 
-    def failing(self: ThreadLane, copy: Any) -> None:
-        if self._name == lane:
+    def broken(target: Tensor, source: Tensor) -> None:
+        if threading.current_thread().name == f"zenflow-{lane}":
             raise error
-        make(self, copy)
+        copy_without_gil(target, source)
 
-    monkeypatch.setattr(ThreadLane, "_make", failing)
+    copies.make = broken
     with engine(plan) as made:
         sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
         for _ in range(2):
@@ -482,7 +476,21 @@ def test_failed_copy_stops_its_exchange(lane: str, monkeypatch: pytest.MonkeyPat
         made.exchange.abandon()
 
 
-def test_repeated_end_of_an_exchange_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+class InterruptedWrite(TorchDispatchMode):
+    """An interrupt between writes of rows: at the third one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.writes += func is torch.ops.aten.index_put_.default
+        if self.writes == 3:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_repeated_end_of_an_exchange_is_harmless() -> None:
     """An interrupt between the blocks of state leaves the exchange in flight; the next call repeats its end."""
     plan = plan_of(4, 12, 8)
     expected, actual = Sides(plan), Sides(plan)
@@ -490,34 +498,22 @@ def test_repeated_end_of_an_exchange_is_harmless(monkeypatch: pytest.MonkeyPatch
     expected.exchange_now(wanted)
     with engine(plan) as made:
         actual.start(made.exchange, wanted)
-        whole = actual.device.rows
-        without_last = replace(whole, stored=State((*whole.stored[:2], None)))
-        with monkeypatch.context() as patch:
-            patch.setattr(DeviceState, "rows", without_last)
-            with pytest.raises(TypeError):
-                made.exchange.finish()
+        with InterruptedWrite(), pytest.raises(KeyboardInterrupt):
+            made.exchange.finish()
         assert made.exchange.moves(actual.device)
         made.exchange.finish()
         actual.assert_same(expected)
 
 
-def test_interrupted_upload_is_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_upload_is_queued_again() -> None:
     plan = plan_of(4, 12, 8)
     expected, actual = Sides(plan), Sides(plan)
     wanted = wanted_after(expected.device.selection, 3, 4)
     expected.exchange_now(wanted)
     with engine(plan) as made:
         actual.start(made.exchange, wanted)
-        submit = made.to_device.submit
-
-        def interrupted(*args: Any, **keywords: Any) -> None:
-            submit(*args, **keywords)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(made.to_device, "submit", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                made.exchange.start_uploads()
+        with interrupted(made.to_device.submit, returned=True), pytest.raises(KeyboardInterrupt):
+            made.exchange.start_uploads()
         made.exchange.finish()
         actual.assert_same(expected)
 
@@ -551,23 +547,23 @@ def test_workers_record_the_written_weights() -> None:
     assert sum(event.bytes for event in workers) == 3 * (4 * 12 + 2) * plan.length
 
 
-def test_buffers_are_bounded_and_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = plan_of(4, 12, 8), plan_of(64, 600, 100)
+def test_buffers_are_bounded_and_accounted_for() -> None:
+    small, large = plan_of(4, 12, 8), plan_of(64, 600, 30_000)
     with engine(small) as made:
         assert made.exchange.nbytes == Plan(policy="zenflow", params=(small,)).exchange_bytes
         assert made.exchange.nbytes == plans.EXCHANGE_BUFFERS * 4 * (12 * 8 + 4)
         sides = Sides(small)
         sides.start(made.exchange, wanted_after(sides.device.selection, 4, 4))
-        monkeypatch.setattr(plans, "EXCHANGE_BYTES", 10_000)
         plan = Plan(policy="zenflow", params=(small, large))
         made.exchange.fit(plan.exchange_buffer_bytes)  # ends what is in flight
         assert not made.exchange.moves(sides.device)
-        assert made.exchange.nbytes == plan.exchange_bytes == plans.EXCHANGE_BUFFERS * 10_000
+        assert made.exchange.nbytes == plan.exchange_bytes == plans.EXCHANGE_BUFFERS * plans.EXCHANGE_BYTES
         made.exchange.fit(1)
         assert made.exchange.nbytes == plan.exchange_bytes
-    assert plan_of(64, 600, 9000).swap_bytes > 10_000
-    assert Plan(policy="zenflow", params=(plan_of(64, 600, 9000),)).exchange_buffer_bytes == 12 * 9000 + 4
-    assert Plan(policy="zenflow", params=(replace(large, in_file=True),)).exchange_buffer_bytes == 10_000
+    assert plan_of(64, 600, 9 << 20).swap_bytes > plans.EXCHANGE_BYTES
+    assert Plan(policy="zenflow", params=(plan_of(64, 600, 9 << 20),)).exchange_buffer_bytes == 12 * (9 << 20) + 4
+    in_file = Plan(policy="zenflow", params=(replace(large, in_file=True),))
+    assert in_file.exchange_buffer_bytes == plans.EXCHANGE_BYTES
     unused = [replace(large, fixed=True), replace(large, k=0)]
     assert Plan(policy="zenflow", params=tuple(unused)).exchange_bytes == 0
 

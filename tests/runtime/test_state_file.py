@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.patches import failing
+from tests.support.calls import Call, at_calls, interrupted
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory, whole_pages
@@ -37,8 +38,8 @@ def pages(count: int) -> tuple[HostArena, torch.Tensor]:
     return arena, arena.take((count * PAGE_BYTES,), torch.uint8)
 
 
-def refusing(call: str, code: int) -> AbstractContextManager[None]:
-    return failing(os, call, OSError(code, f"{os.strerror(code)} in {call}"))
+def refusing(call: Callable[..., object], code: int) -> AbstractContextManager[None]:
+    return interrupted(call, OSError(code, f"{os.strerror(code)} in {call.__name__}"))
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -107,7 +108,7 @@ def test_files_of_a_dead_run_are_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 def test_read_only_directory_is_refused(code: int, tmp_path: Path) -> None:
     message = r"nvme_path=.*cannot be used.*; name a directory"
-    with refusing("open", code), pytest.raises(ValueError, match=message):
+    with refusing(os.open, code), pytest.raises(ValueError, match=message):
         ScratchDirectory(tmp_path)
 
 
@@ -118,25 +119,24 @@ def test_full_disk_is_refused_at_once(tmp_path: Path) -> None:
         directory.create(stats.f_blocks * stats.f_frsize, {}, purpose="for a test", otherwise="none")
     for code in (errno.ENOSPC, errno.EDQUOT):
         message = r"nvme_path=.*too little space"
-        with refusing("posix_fallocate", code), pytest.raises(ValueError, match=message):
+        with refusing(os.posix_fallocate, code), pytest.raises(ValueError, match=message):
             directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     directory.close()
 
 
-def test_lock_with_a_removed_file_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_with_a_removed_file_is_taken_again(tmp_path: Path) -> None:
     """The holder removes it when it closes, perhaps between another's opening and locking it."""
-    lock, calls = fcntl.flock, [0]
+    calls: list[Call] = []
 
-    def removed_meanwhile(file: int, how: int) -> None:
-        calls[0] += 1
-        if calls[0] == 1:
+    def removed_meanwhile(call: Call) -> None:
+        calls.append(call)
+        if len(calls) == 1:
             (tmp_path / "zenflow.lock").unlink()
-        lock(file, how)
 
-    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    first = ScratchDirectory(tmp_path)
-    assert calls[0] == 2
+    with at_calls(removed_meanwhile, fcntl.flock):
+        first = ScratchDirectory(tmp_path)
+    assert len(calls) == 2
     with pytest.raises(ValueError, match="in use"):
         ScratchDirectory(tmp_path)
     first.close()

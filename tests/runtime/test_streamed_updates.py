@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.copies import Copies
-from tests.support.patches import COPY, failing
+from tests.engine.test_failures import failing_after
+from tests.support.calls import calls_of, interrupted
+from tests.support.copies import Copies, copied_by
 from tests.support.training import ADAM, EAGER_BACKEND, ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.planning.plan import STREAM_BUFFERS
 from zenflow_compile.runtime.device.copy_lanes import CopyError
 from zenflow_compile.runtime.device.thread_lane import copy_without_gil
-from zenflow_compile.runtime.device_updates import streamed_updates
 from zenflow_compile.runtime.device_updates.resident_updates import ResidentState, ResidentUpdates
-from zenflow_compile.runtime.device_updates.streamed_updates import StreamedUpdates
+from zenflow_compile.runtime.device_updates.streamed_updates import StreamBuffer, StreamedUpdates
 from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.timeline import D2H, H2D, Event, Timeline
 
@@ -278,15 +278,14 @@ def test_step_does_not_wait_for_last_write_backs(copies: Copies) -> None:
     training.optimizer.close()
 
 
-def test_masters_are_compared_after_external_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    reseed, calls = ResidentState.reseed_master, []
-    monkeypatch.setattr(ResidentState, "reseed_master", lambda *args: (calls.append(1), reseed(*args)))
-    training = Training(None, ALL, torch.bfloat16).run(0, 4)
-    assert len(calls) == 3  # once each, for the masters' first values
-    with torch.no_grad():
-        training.model[2].weight.fill_(0.5)
-    training.run(4, 6)
-    assert len(calls) == 4
+def test_masters_are_compared_after_external_writes() -> None:
+    with calls_of(ResidentState.reseed_master) as calls:
+        training = Training(None, ALL, torch.bfloat16).run(0, 4)
+        assert len(calls) == 3  # once each, for the masters' first values
+        with torch.no_grad():
+            training.model[2].weight.fill_(0.5)
+        training.run(4, 6)
+        assert len(calls) == 4
 
 
 @pytest.mark.parametrize(("options", "entry"), [(ALL, None), (ALL, EAGER_BACKEND), (SECOND, EAGER_BACKEND)])
@@ -303,23 +302,15 @@ def test_first_subgroups_are_prefetched(options: dict[str, Any], entry: dict[str
     training.optimizer.close()
 
 
-def test_host_starts_first_and_resident_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **keywords: Any) -> Any:
-            calls.append(name)
-            return function(*args, **keywords)
-
-        return call
-
+def test_host_starts_first_and_resident_is_last() -> None:
     training = Training(EAGER_BACKEND, {**SECOND, "ratio": 0.8}, build=chain).run(0, 2)
-    monkeypatch.setattr(Workers, "submit", noted("host", Workers.submit))
-    monkeypatch.setattr(StreamedUpdates, "_update", noted("streamed", StreamedUpdates._update))
-    monkeypatch.setattr(ResidentUpdates, "update", noted("resident", ResidentUpdates.update))
-    training.step(2)
-    assert list(dict.fromkeys(calls)) == ["host", "streamed", "resident"]
-    assert calls == sorted(calls, key=["host", "streamed", "resident"].index)
+    updates = [Workers.submit, StreamedUpdates._update, ResidentUpdates.update]
+    with calls_of(*updates) as calls:
+        training.step(2)
+    order = [update.__qualname__ for update in updates]
+    names = [call.name for call in calls]
+    assert list(dict.fromkeys(names)) == order
+    assert names == sorted(names, key=order.index)
     training.optimizer.close()
 
 
@@ -344,7 +335,8 @@ def test_saved_state_continues_after_a_failed_copy(entry: dict[str, Any] | None,
     saved = training.saved()
     expected = training.run(3, 6).weights()
     training.load(saved)
-    with failing(*COPY, OSError("on purpose"), after=calls, once=True), pytest.raises(RuntimeError) as caught:  # noqa: PT012
+    copy = failing_after(calls, copy_without_gil, OSError("on purpose"))
+    with copied_by(copy), pytest.raises(RuntimeError) as caught:  # noqa: PT012
         training.run(3, 6)
         training.optimizer.synchronize()
     error: BaseException = caught.value
@@ -373,15 +365,10 @@ def test_failed_write_back_is_raised_by_close(copies: Copies) -> None:
     training.optimizer.close()
 
 
-def test_failed_buffer_allocation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_buffer_allocation_changes_nothing() -> None:
     training = Training(None, ALL).run(0, 2)
     twin = Training(None, ALL).run(0, 2)
-
-    def too_little_memory(*args: Any, **keywords: Any) -> Any:
-        raise torch.OutOfMemoryError("on purpose")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(streamed_updates, "StreamBuffer", too_little_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            training.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(64, 64)))]})
+    too_little_memory = interrupted(StreamBuffer.__init__, torch.OutOfMemoryError("on purpose"))
+    with too_little_memory, pytest.raises(torch.OutOfMemoryError):
+        training.optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(64, 64)))]})
     assert_same(training.run(2, 5).weights(), twin.run(2, 5).weights())

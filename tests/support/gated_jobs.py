@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -55,13 +55,13 @@ def _input_of(gate: Callable[[], ThreadTicket | float | None]) -> ThreadTicket:
     return ticket
 
 
-def failing(error: Exception) -> Callable[[], None]:
-    """A gate of jobs that all fail with ``error``."""
+def failed_jobs(error: Exception, kinds: Sequence[str]) -> AbstractContextManager[list[Job]]:
+    """Let each job of these kinds that the block makes fail with ``error``."""
 
     def gate() -> None:
         raise error
 
-    return gate
+    return gated(gate, kinds)
 
 
 class HeldJob(Job):
