@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from tests.support.recording import RecordingEngine
-from zenflow_compile.passes.base import GraphPass, PassContext, Phase
+from tests.support.recording import RecordingEngine, plan_of
+from zenflow_compile.passes.base import SMALL_BYTES, GraphPass, PassContext, Phase
 from zenflow_compile.passes.pipeline import Counts, run_pipeline
+from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.torch_internals import torch_private_compiler as private
 
 
@@ -121,3 +122,13 @@ def assert_taken(engine: RecordingEngine, model: nn.Module, expected: Mapping[st
 def matrices(count: int) -> nn.ParameterList:
     """Matrices of 64 bytes."""
     return nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(count)])
+
+
+LARGE = SMALL_BYTES + 4
+"""Bytes of a parameter that is not small, by one element."""
+
+
+def params_of(size: int, count: int) -> list[ParamPlan]:
+    """Plans of matrices of ``size`` bytes."""
+    matrix = torch.empty(1, size // 4, device="meta")
+    return [plan_of(p, f"p{p}", matrix, 0.5, Placement.SPLIT_COLUMNS) for p in range(count)]

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from tests.passes.capture import OFFLOADED, Capture, Small, inputs, matrices
+from tests.passes.capture import LARGE, OFFLOADED, Capture, Small, inputs, params_of
 from tests.support.recording import RecordingEngine
-from zenflow_compile.passes import fetch_parameters as fetching
-from zenflow_compile.passes.base import Phase
+from zenflow_compile.passes.base import SMALL_BYTES, Phase
 from zenflow_compile.passes.fetch_parameters import fetch_groups, fetch_order, fetch_parameters
 from zenflow_compile.planning.plan import ParamPlan
 from zenflow_compile.runtime import ops
@@ -70,28 +69,19 @@ def test_resident_parameters_are_not_fetched(recording: Callable[..., RecordingE
 
 
 @pytest.mark.parametrize(
-    ("steps", "small_bytes", "together_bytes", "grouped"),
+    ("steps", "size", "grouped"),
     [
-        ("fvfvfcc", 0, 0, "(012)vvcc"),  # only views between them
-        ("fcfvfc", 0, 0, "(0)c(12)vc"),  # computation between them hides what follows
-        ("fcfcfc", 64, 1000, "(012)ccc"),  # small
-        ("fcfcfc", 63, 1000, "(0)c(1)c(2)c"),
-        ("fcfcfc", 64, 64, "(01)cc(2)c"),  # small, but not together
-        ("cfcfvf", 64, 128, "c(012)cv"),
+        ("fvfvfcc", LARGE, "(012)vvcc"),  # only views between them
+        ("fcfvfc", LARGE, "(0)c(12)vc"),  # computation between them hides what follows
+        ("fcfcfc", SMALL_BYTES, "(012)ccc"),  # small
+        ("fcfcfc", LARGE, "(0)c(1)c(2)c"),
+        ("fcfcfcfcfcfc", SMALL_BYTES, "(01234)ccccc(5)c"),  # small, but not together
+        ("cfcfvf", SMALL_BYTES, "c(012)cv"),
     ],
 )
-def test_fetch_groups(
-    steps: str,
-    small_bytes: int,
-    together_bytes: int,
-    grouped: str,
-    recording: Callable[..., RecordingEngine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fetch_groups(steps: str, size: int, grouped: str) -> None:
     """A graph by hand: before the next node ``f`` is fetched; ``v`` makes a view, ``c`` computes."""
-    monkeypatch.setattr(fetching, "SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(fetching, "TOGETHER_BYTES", together_bytes)
-    params = recording(matrices(3)).plan.params
+    params = params_of(size, steps.count("f"))
     graph = Graph()
     weight = graph.placeholder("weight")
     targets = {"v": torch.ops.aten.permute.default, "c": torch.ops.aten.relu.default}

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from tests.passes.capture import OFFLOADED, Capture, Small, inputs, matrices, reference_gradients
+from tests.passes.capture import LARGE, OFFLOADED, Capture, Small, inputs, params_of, reference_gradients
 from tests.support.recording import RecordingEngine
-from zenflow_compile.passes import update_parameters as updating
-from zenflow_compile.passes.base import Phase, written_inputs
+from zenflow_compile.passes.base import SMALL_BYTES, Phase, written_inputs
 from zenflow_compile.passes.offload_gradients import offload_gradients
 from zenflow_compile.passes.pipeline import PIPELINES
 from zenflow_compile.passes.update_parameters import build_step_graph, update_groups, update_parameters
@@ -58,28 +57,19 @@ def test_updates_come_as_early_as_possible(
 
 
 @pytest.mark.parametrize(
-    ("steps", "small_bytes", "together_bytes", "grouped"),
+    ("steps", "size", "grouped"),
     [
         # Only later than where an update stands is behind the parameter's last read.
-        ("cuuguc", 0, 0, "cg(012)c"),  # nothing of the model's between them
-        ("ucuuc", 0, 0, "(0)c(12)c"),
-        ("ucucuc", 64, 1000, "cc(012)c"),  # small
-        ("ucucuc", 63, 1000, "(0)c(1)c(2)c"),
-        ("ucucuc", 64, 64, "c(01)c(2)c"),  # small, but not together
+        ("cuuguc", LARGE, "cg(012)c"),  # nothing of the model's between them
+        ("ucuuc", LARGE, "(0)c(12)c"),
+        ("ucucuc", SMALL_BYTES, "cc(012)c"),  # small
+        ("ucucuc", LARGE, "(0)c(1)c(2)c"),
+        ("ucucucucucuc", SMALL_BYTES, "cccc(01234)c(5)c"),  # small, but not together
     ],
 )
-def test_update_groups(
-    steps: str,
-    small_bytes: int,
-    together_bytes: int,
-    grouped: str,
-    recording: Callable[..., RecordingEngine],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_update_groups(steps: str, size: int, grouped: str) -> None:
     """A graph by hand: after a view ``u`` may be updated; ``c`` computes, ``g`` is of a gradient."""
-    monkeypatch.setattr(updating, "SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(updating, "TOGETHER_BYTES", together_bytes)
-    params = recording(matrices(3)).plan.params
+    params = params_of(size, steps.count("u"))
     graph = Graph()
     weight = graph.placeholder("weight")
     targets = {

@@ -18,8 +18,8 @@ from zenflow_compile.performance.traffic import Sharing, rank_traffic
 from zenflow_compile.planning.dtypes import BFLOAT16
 from zenflow_compile.planning.plan import Plan, device_update_bytes
 from zenflow_compile.planning.planners import ParamSpec, divide, make_plan
-from zenflow_compile.prediction import workload
-from zenflow_compile.prediction.simulate import SteadyStep, simulate, steady_step
+from zenflow_compile.prediction.simulate import SteadyStep, simulate, steady_step, steady_step_of
+from zenflow_compile.prediction.workload import workload_of
 
 Shapes = list[tuple[int, ...]]
 
@@ -89,17 +89,18 @@ def test_mlp_has_six_flops_per_weight_and_no_head() -> None:
 # Coarse workloads.
 
 
-def both(
-    plan: Plan, model: ModelShape, name: str, monkeypatch: pytest.MonkeyPatch, **limits: int
-) -> tuple[SteadyStep, SteadyStep]:
-    """A step of the workload that ``limits`` make coarse, and of the whole."""
+MANY_LAYERS = "qwen2.5-32b"
+"""So many that a coarse cycle has 24 steps of 60."""
+
+
+def both(plan: Plan, model: ModelShape, name: str) -> tuple[SteadyStep, SteadyStep]:
+    """A step of the coarse workload, and of the whole."""
     node = hardware(name)
-    for limit, value in limits.items():
-        monkeypatch.setattr(workload, limit, value)
-    coarse = steady_step(plan, node, model, tokens=2048)
-    for limit in limits:
-        monkeypatch.setattr(workload, limit, 10**9)
-    return coarse, steady_step(plan, node, model, tokens=2048)
+    coarse, whole = (
+        workload_of(plan, node, model, tokens=2048, recompute=False, coarse=coarse) for coarse in (True, False)
+    )
+    assert (coarse.cycle, len(coarse.blocks)) != (whole.cycle, len(whole.blocks))
+    return steady_step_of(coarse, node), steady_step_of(whole, node)
 
 
 @pytest.mark.parametrize("name", ["h200", "4xa100-40g-pcie4"])
@@ -108,12 +109,10 @@ def both(
     [{}, {"device_share": 0.0, "max_grad_norm": 1.0}, {"offload_device": "nvme", "nvme_path": "scratch"}],
     ids=["memory", "nothing kept", "files"],
 )
-def test_some_steps_represent_a_long_cycle(
-    name: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = models.model("llama2-7b")
+def test_some_steps_represent_a_long_cycle(name: str, options: dict[str, object]) -> None:
+    model = models.model(MANY_LAYERS)
     plan = make_plan(model.params, Options.from_keywords(update_interval=60, **options))
-    coarse, whole = both(plan, model, name, monkeypatch, COARSE_CYCLE=25 * 34)
+    coarse, whole = both(plan, model, name)
     assert coarse.seconds == pytest.approx(whole.seconds, rel=0.02)
     largest = max(param.deferred * param.length for param in plan.params)
     share = largest / sum(param.deferred * param.length for param in plan.params)
@@ -122,11 +121,11 @@ def test_some_steps_represent_a_long_cycle(
     assert coarse.disk == pytest.approx(whole.disk, rel=0.02)
 
 
-def test_some_steps_represent_few_files_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.model("llama2-7b")
-    options = Options(update_interval=60, offload_device="nvme", nvme_path="scratch", host_window_bytes=60 * 10**9)
+def test_some_steps_represent_few_files_in_turn() -> None:
+    model = models.model(MANY_LAYERS)
+    options = Options(update_interval=60, offload_device="nvme", nvme_path="scratch", host_window_bytes=290 * 10**9)
     plan = make_plan(model.params, options)
-    coarse, whole = both(plan, model, "h200", monkeypatch, COARSE_CYCLE=25 * 34)
+    coarse, whole = both(plan, model, "h200")
     assert coarse.seconds == pytest.approx(whole.seconds, rel=0.02)
     largest = max(param.file_bytes for param in plan.params_in_turn)
     assert coarse.disk == pytest.approx(whole.disk, rel=2 * largest / plan.bytes_in_turn)
@@ -137,11 +136,11 @@ def test_some_steps_represent_few_files_in_turn(monkeypatch: pytest.MonkeyPatch)
     [{"policy": "zero_offload"}, {"policy": "zenflow"}, {"policy": "zero_infinity", "nvme_path": "scratch"}],
     ids=lambda options: options["policy"],
 )
-def test_layers_of_a_deep_model_are_grouped(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_deep_model_are_grouped(options: dict[str, str]) -> None:
     block: Shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (1024,)]
     model = shaped((32000, 1024), *block * 300, (32000, 1024))
     plan = make_plan(model.params, Options.from_keywords(**options))
-    coarse, whole = both(plan, model, "h200", monkeypatch, COARSE_LAYERS=128)
+    coarse, whole = both(plan, model, "h200")
     assert coarse.seconds == pytest.approx(whole.seconds, rel=0.03)
     assert coarse.to_host == pytest.approx(whole.to_host, rel=1e-6)
     assert coarse.to_device == pytest.approx(whole.to_device, rel=1e-6)
@@ -163,7 +162,7 @@ def test_devices_send_what_ranks_do(options: dict[str, Any], nodes: int) -> None
     model = llama(vocabulary=4096)
     plan = make_plan(model.params, Options(min_offload_size=10_000, **options))
     four = machine(devices=4, cores=12, peer_bandwidth=1e9, network_bandwidth=1e9).across(nodes)
-    found = workload.workload_of(plan, four, model, tokens=1, recompute=False)
+    found = workload_of(plan, four, model, tokens=1, recompute=False)
     ranks = rank_traffic(plan, 4, Sharing.CHANGED_SLICES, nodes=nodes)
     flushes = [flush for block in found.blocks for part in block.parts for flush in part.flushes if flush is not None]
     sent = sum(block.gradient + block.gathered for block in found.blocks)
@@ -178,7 +177,7 @@ def test_device_updates_what_a_rank_does(options: dict[str, Any]) -> None:
     model = llama()
     plan = make_plan(model.params, Options(min_offload_size=10_000, **options))
     four = machine(devices=4, cores=12, peer_bandwidth=1e9, device_bandwidth=1e9)
-    found = workload.workload_of(plan, four, model, tokens=1, recompute=False)
+    found = workload_of(plan, four, model, tokens=1, recompute=False)
     share = divide(replace(plan, rank=0, ranks=4))
     own = sum(param.k * param.length if param.offloaded else param.numel for param in share.params)
     seconds = found.update + sum(group.update for group in found.subgroups)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
+from tests.support.calls import calls_of
 from tests.support.loops import (
     EXACT,
     SUMMED,
@@ -603,24 +604,21 @@ class Many(nn.Module):
         return sum(((x @ weight).square().sum() for weight in self.weights), torch.zeros(()))
 
 
-def test_clip_measures_all_gradients_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clip_measures_all_gradients_together() -> None:
     model = Many()
     optimizer = ZenFlowAdamW(model.parameters(), **EXACT)
     assert len(optimizer.engine.offloaded) == 300
-    calls = []
-    measure = Gradients.measure
-    monkeypatch.setattr(Gradients, "measure", lambda self: calls.append(measure(self)))
     for step in range(3):
-        model(torch.ones(2, 4) + step).backward()
-        grads = torch.stack([param.grad.clone() for param in model.parameters() if param.grad is not None])
-        assert not calls
-        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), grads.norm())
-        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.05), torch.tensor(0.1))
-        optimizer.step()
-        assert all(param.grad.norm() > 0 for param in model.parameters() if param.grad is not None)
-        optimizer.zero_grad()
+        with calls_of(Gradients.measure) as calls:
+            model(torch.ones(2, 4) + step).backward()
+            grads = torch.stack([param.grad.clone() for param in model.parameters() if param.grad is not None])
+            assert not calls
+            torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), grads.norm())
+            torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.05), torch.tensor(0.1))
+            optimizer.step()
+            assert all(param.grad.norm() > 0 for param in model.parameters() if param.grad is not None)
+            optimizer.zero_grad()
         assert len(calls) == 1
-        calls.clear()
     optimizer.close()
 
 

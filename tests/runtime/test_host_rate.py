@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from tests.support.calls import Call, at_calls
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.host.host_kernel import HostKernel
-from zenflow_compile.runtime.host.workers import Job, Workers
+from zenflow_compile.runtime.host.workers import Workers
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.step import host_rate as measuring
 from zenflow_compile.runtime.step.host_rate import host_rate
@@ -21,25 +24,22 @@ PLAN = ParamPlan(
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(("cache_bytes", "rounds"), [(0, 1), (5000 * 34 * 3, 6)])
-def test_host_rate_uses_the_kernel_on_all_workers(
-    workers: int, cache_bytes: int, rounds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measuring, "TASK_ELEMENTS", 5000)
-    monkeypatch.setattr(measuring, "last_level_cache_bytes", lambda: cache_bytes * workers)
+def test_host_rate_uses_the_kernel_on_all_workers(workers: int, cache_bytes: int, rounds: int) -> None:
     touched: list[tuple[int, int]] = []
-    submit = Workers.submit
 
-    def watched(pool: Workers, job: Job) -> None:
-        submit(pool, job)
+    def note(call: Call) -> None:
+        (job,) = call.arguments["jobs"]
         job.settle()
         assert job.work is not None
         touched.append((len(job.records), sum(job.work.touched_bytes(*each) for each in enumerate(job.records))))
         assert all(record.end_ns for record in job.records)
 
-    monkeypatch.setattr(Workers, "submit", watched)
     pool = Workers(workers, Recorder())
+    cache = mock.Mock(return_value=cache_bytes * workers)
+    small = mock.patch.multiple(measuring, TASK_ELEMENTS=5000, last_level_cache_bytes=cache)
     try:
-        assert host_rate(HostKernel(torch.bfloat16, torch.bfloat16, 4), PLAN, pool) > 0
+        with small, at_calls(note, Workers.submit, returned=True):
+            assert host_rate(HostKernel(torch.bfloat16, torch.bfloat16, 4), PLAN, pool) > 0
     finally:
         pool.close()
     tasks = rounds * workers

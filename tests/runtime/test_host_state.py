@@ -11,15 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.calls import Call, at_calls
 from tests.support.coefficients import with_lr
 from zenflow_compile.planning.plan import ParamPlan, Placement
 from zenflow_compile.runtime.device.number import Number
 from zenflow_compile.runtime.device.thread_lane import ThreadTicket
-from zenflow_compile.runtime.host.arena import HostArena
+from zenflow_compile.runtime.host.arena import HostArena, touch_pages
 from zenflow_compile.runtime.host.host_kernel import HostKernel, scales_and_values
 from zenflow_compile.runtime.host.workers import Workers
-from zenflow_compile.runtime.parameters import host_state
-from zenflow_compile.runtime.parameters.host_state import FlushedWindow, GradientBuffer, HostState
+from zenflow_compile.runtime.parameters.host_state import (
+    CUT_ELEMENTS,
+    TASK_ELEMENTS,
+    FlushedWindow,
+    GradientBuffer,
+    HostState,
+    task_ranges,
+)
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.runtime.update_rule import StepCoefficients, update_window_
 
@@ -44,10 +51,13 @@ COEFFICIENTS = StepCoefficients.known(lr=0.01, beta1=0.9, beta2=0.999, weight_de
 WORKERS = Workers(2, Recorder())
 
 
-def host_of(plan: ParamPlan = PLAN, workers: int = 1) -> HostState:
+def host_of(plan: ParamPlan = PLAN, workers: int = 1, task_elements: int = TASK_ELEMENTS) -> HostState:
     WORKERS.start()
     kernel = HostKernel(plan.gradient_buffers.dtype, plan.dtype, plan.gradient_buffers.count)
-    return HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, WORKERS.handle, workers)
+    host = HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, WORKERS.handle, workers)
+    unit = plan.length if plan.compressed else CUT_ELEMENTS
+    host.ranges = task_ranges(plan.deferred * plan.length, workers, unit, task_elements)
+    return host
 
 
 def copied(error: BaseException | None = None) -> ThreadTicket:
@@ -143,10 +153,8 @@ def test_update_is_visible_one_step_after_its_flush() -> None:
     assert host.flush_window(at=5, deadline=0).visible_at == 6
 
 
-def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = host_of()
-    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
-    cut = host_of()
+def test_long_parameters_are_split_into_tasks() -> None:
+    whole, cut = host_of(), host_of(task_elements=64)
     for host in (whole, cut):
         host.state().master.fill_(1.0)
         for step in range(3):
@@ -154,7 +162,6 @@ def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -
     flushed = cut.flush_window(at=0, deadline=0)
     assert bytes_of_tasks(flushed) == [64 * (6 * 4 + 4 * 4)] * 3
     run(flushed)
-    monkeypatch.undo()
     reference = whole.flush_window(at=0, deadline=0)
     assert len(bytes_of_tasks(reference)) == 1
     run(reference)
@@ -162,11 +169,10 @@ def test_long_parameters_are_split_into_tasks(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(actual, expected)
 
 
-def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_gradients_expand_by_whole_slices() -> None:
     """The flush of int8 blocks equals rule P on the expanded values, split into tasks."""
     plan = replace(PLAN, compressed=True)
-    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 70)
-    host = host_of(plan)
+    host = host_of(plan, task_elements=70)
     torch.manual_seed(0)
     host.state().master.normal_()
     master, exp_avg, exp_avg_sq = (tensor.clone() for tensor in host.state())
@@ -191,37 +197,37 @@ def test_compressed_gradients_expand_by_whole_slices(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("workers", [1, 2, 3, 14])
 @pytest.mark.parametrize("elements", [0, 1, 63, 64, 65, 1 << 16, (1 << 20) - 1, (1 << 20) + 1, 8_493_466, 33 << 20])
 def test_parameter_is_split_evenly_over_workers(elements: int, workers: int) -> None:
-    ranges = host_state.task_ranges(elements, workers)
+    ranges = task_ranges(elements, workers)
     assert [part.start for part in ranges] == [0, *(part.stop for part in ranges)][: len(ranges)]
     assert (ranges[-1].stop if ranges else 0) == elements
     sizes = [part.stop - part.start for part in ranges]
     assert all(size % 64 == 0 for size in sizes[:-1])
-    assert max(sizes, default=0) <= host_state.TASK_ELEMENTS
+    assert max(sizes, default=0) <= TASK_ELEMENTS
     if elements >= workers << 18:  # large enough for all: the last task is hardly smaller, and no worker gets one more
         assert len(ranges) % workers == 0
         assert max(sizes) - min(sizes) <= 64 * len(ranges)
 
 
 def test_small_parameters_are_one_task() -> None:
-    assert len(host_state.task_ranges(100_000, 14)) == 1
-    assert len(host_state.task_ranges((1 << 20) + 1, 14)) == 14
-    assert len(host_state.task_ranges((1 << 20) + 1, 1)) == 2
+    assert len(task_ranges(100_000, 14)) == 1
+    assert len(task_ranges((1 << 20) + 1, 14)) == 14
+    assert len(task_ranges((1 << 20) + 1, 1)) == 2
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_touch_their_ranges_once(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_state, "TASK_ELEMENTS", 64)
-    host = host_of(workers=workers)
+def test_workers_touch_their_ranges_once(workers: int) -> None:
+    host = host_of(workers=workers, task_elements=64)
     touched: list[tuple[int, int]] = []
 
-    def touch(tensor: Tensor) -> None:
+    def note(call: Call) -> None:
+        tensor = call.arguments["tensor"]
         touched.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
 
-    monkeypatch.setattr(host_state, "touch_pages", touch)
     by_worker = []
     for worker in range(workers):
         begin = len(touched)
-        host.touch(worker)
+        with at_calls(note, touch_pages):
+            host.touch(worker)
         by_worker.append(sum(end - start for start, end in touched[begin:]))
     assert sum(by_worker) == PLAN.host_bytes
     assert max(by_worker) == min(by_worker) == PLAN.host_bytes // workers

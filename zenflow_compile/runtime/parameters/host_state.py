@@ -34,12 +34,12 @@ _SMALLEST_TASK_ELEMENTS = 1 << 16
 CUT_ELEMENTS = 64  # whole CPU vectors: only the last part needs a ``PaddedTail``
 
 
-def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS) -> list[slice]:
+def task_ranges(elements: int, workers: int, unit: int = CUT_ELEMENTS, most: int = TASK_ELEMENTS) -> list[slice]:
     """Cut a block into tasks of equal size, with the same number for each worker where tasks stay large.
 
-    Results do not depend on the cut. Every part but the last is a multiple of ``unit`` elements.
+    Results do not depend on the cut. All parts but the last are multiples of ``unit`` elements, and about ``most``.
     """
-    parts = -(-elements // TASK_ELEMENTS)
+    parts = -(-elements // most)
     parts = min(-(-parts // workers) * workers, max(parts, elements // _SMALLEST_TASK_ELEMENTS))
     size = max(unit, -(-elements // max(1, parts * unit)) * unit)
     return [slice(begin, min(begin + size, elements)) for begin in range(0, elements, size)]
