@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.support.calls import interrupted
 from tests.support.copies import Copies
-from tests.support.patches import host_memory
+from tests.support.host import host_memory
 from tests.support.training import EAGER_BACKEND, ENTRIES, ENTRY_IDS, Training, batch, mlp, take_step
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.device.thread_lane import ThreadLane, copy_without_gil

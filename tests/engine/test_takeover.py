@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import zenflow_compile
 from tests.engine.test_failures import break_update
 from tests.engine.test_forks import AUTOGRADS_OWN_REFUSAL
-from tests.support.patches import host_memory
+from tests.support.host import host_memory
 from tests.support.processes import in_child
 from tests.support.training import (
     ADAM,

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples import checkpoint
 from examples.checkpoint import CheckpointError, CheckpointFolder, load_checkpoint
 from examples.settings import TrainConfig
-from tests.support.patches import failing
+from tests.support.calls import Call, at_calls, interrupted
 from zenflow_compile import ZenFlowAdamW
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ def test_failed_save_keeps_existing_checkpoints(call: str, tmp_path: Path) -> No
     run.save(2)
     before = names(tmp_path)
     full = OSError(errno.ENOSPC, "No space left on device")
-    with failing(os, call, full), pytest.raises(OSError, match="No space left"):
+    with interrupted(getattr(os, call), full), pytest.raises(OSError, match="No space left"):
         run.save(3)
     assert names(tmp_path) == before
     run.save(3)
@@ -242,14 +242,13 @@ def test_file_of_another_live_save_is_kept(tmp_path: Path) -> None:
 @contextmanager
 def before_the_lock(act: Callable[[], object]) -> Iterator[None]:
     """Let another run ``act`` after this one has opened a file and before it has locked it, the first time."""
-    flock, acts = fcntl.flock, [act]
+    acts = [act]
 
-    def late(file: Any, operation: int) -> None:
+    def late(call: Call) -> None:
         if acts:
             acts.pop()()
-        flock(file, operation)
 
-    with mock.patch.object(fcntl, "flock", late):
+    with at_calls(late, fcntl.flock):
         yield
 
 

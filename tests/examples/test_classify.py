@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 from examples import classify, train_gpt
 from examples.classify import Settings, compare, main, parse, train
 from examples.settings import TrainConfig
+from tests.support.calls import Call, at_calls
 
 GPT_SETTINGS = TrainConfig(
     steps=3, batch=1, context=16, layers=1, width=32, warm_up=1, inner="eager", device="cpu", evaluation_batches=1
@@ -61,14 +62,12 @@ def test_resume_is_bitwise(settings: Settings, tmp_path: Path) -> None:
     class StoppedError(Exception):
         pass
 
-    def stop(state: dict[str, object], folder: Path) -> None:
-        torch.save(state, kept)
+    def stop(call: Call) -> None:
+        torch.save(call.arguments["state"], kept)
         raise StoppedError
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classify, "_write", stop)
-        with pytest.raises(StoppedError):
-            train(first, quiet())
+    with at_calls(stop, classify._write), pytest.raises(StoppedError):
+        train(first, quiet())
     resumed = train(replace(first, resume=str(kept)), quiet())
     assert resumed.losses == whole.losses
     assert resumed.after == whole.after

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import zenflow_compile
-from tests.support.patches import host_memory
+from tests.support.host import host_memory
 from tests.support.training import (
     ADAM,
     EAGER_BACKEND,

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.support.patches import failing
+from tests.support.calls import Call, at_calls
 from zenflow_compile.measure import disk
 from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, PIECE_BYTES, ScratchDirectory, StateFile
 
@@ -22,14 +21,12 @@ from zenflow_compile.runtime.nvme.state_file import PAGE_BYTES, PIECE_BYTES, Scr
 def left_free(free_bytes: int) -> Iterator[list[int]]:
     """Let the file system have so much left; yields the sizes of files that are made."""
     sizes: list[int] = []
-    create = ScratchDirectory.create
 
-    def watched(directory: ScratchDirectory, size: int, *args: Any, **keywords: Any) -> StateFile:
-        sizes.append(size)
-        return create(directory, size, *args, **keywords)
+    def note(call: Call) -> None:
+        sizes.append(call.arguments["size"])
 
     left = SimpleNamespace(f_bavail=free_bytes, f_frsize=1)
-    with mock.patch("os.statvfs", return_value=left), mock.patch.object(ScratchDirectory, "create", watched):
+    with mock.patch("os.statvfs", return_value=left), at_calls(note, ScratchDirectory.create):
         yield sizes
 
 
@@ -54,8 +51,11 @@ def test_full_disk_is_too_small_for_a_measurement(tmp_path: Path) -> None:
 @mock.patch.object(disk, "_MOST_PIECES", 1)
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_failed_transfer_names_the_path(direction: str, tmp_path: Path) -> None:
-    error = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fail(call: Call) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     message = r"nvme_path=.* cannot be used: Input/output error"
-    with failing(StateFile, direction, error), pytest.raises(ValueError, match=message):
+    with at_calls(fail, getattr(StateFile, direction), new_threads=True), pytest.raises(ValueError, match=message):
         disk.disk_rates(str(tmp_path))
     assert not list(tmp_path.iterdir())

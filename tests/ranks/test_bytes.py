@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tests.ranks.models import OFFLOAD, as_rank
 from tests.ranks.sharded import sharded
+from tests.support.host import four_cores, launched_with, srun, torchrun
 from tests.support.rank_processes import RankProcesses
 from zenflow_compile import ZenFlow, ZenFlowAdamW
 from zenflow_compile.options.options import Options
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.timeout(120)
 ROWS, COLUMNS = 128, 32
 """Two matrices of so much: 25% selected, in 4 groups of rows."""
 FP32 = 4
-FOUR_CORES = tuple(Core(logical) for logical in range(4))
 
 
 def model() -> nn.Module:
@@ -164,12 +164,9 @@ def test_ranks_next_to_each_other_share_a_numa_node() -> None:
 
 
 @pytest.mark.parametrize(("rank", "size"), [("0", "0"), ("2", "2"), ("-1", "2"), ("x", "2"), ("0", None)])
-def test_wrong_environment_is_one_process(monkeypatch: pytest.MonkeyPatch, rank: str, size: str | None) -> None:
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if size is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
-    assert local_ranks() == (0, 1)
+def test_wrong_environment_is_one_process(rank: str, size: str | None) -> None:
+    with launched_with(torchrun(rank, size)):
+        assert local_ranks() == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -183,31 +180,24 @@ def test_wrong_environment_is_one_process(monkeypatch: pytest.MonkeyPatch, rank:
         ("", "0", "0", (0, 1)),
     ],
 )
-def test_ranks_of_srun(
-    monkeypatch: pytest.MonkeyPatch, tasks: str, node: str, local: str, found: tuple[int, int]
-) -> None:
-    for name, value in {"STEP_TASKS_PER_NODE": tasks, "NODEID": node, "LOCALID": local}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert local_ranks() == found
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert local_ranks() == (1, 2), "torchrun, which srun starts, knows better"
+def test_ranks_of_srun(tasks: str, node: str, local: str, found: tuple[int, int]) -> None:
+    told = srun(tasks, node, local)
+    with launched_with(told):
+        assert local_ranks() == found
+    with launched_with(told | torchrun("1", "2")):
+        assert local_ranks() == (1, 2), "torchrun, which srun starts, knows better"
 
 
 def without_a_launcher(rank: int, kind: str) -> list[Any]:
     """What a rank has of its machine, as processes do that ``multiprocessing`` starts; before, and after they met."""
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    with mock.patch.dict(os.environ), mock.patch.object(cores, "_met", []):
-        for name in names:
-            del os.environ[name]
+    with launched_with({}), mock.patch.object(cores, "_met", []):
         found: list[Any] = [tuple(local_ranks())]
         if kind == "sharded":
             net = sharded()  # which FSDP2 does not keep
             optimizer = ZenFlowAdamW(net.named_parameters(), **OFFLOAD)
         else:
             optimizer = ZenFlowAdamW(model().named_parameters(), **OFFLOAD, process_group=dist.group.WORLD)
-        with mock.patch("zenflow_compile.runtime.parameters.capacity.physical_cores", return_value=FOUR_CORES):
+        with four_cores():
             found += [tuple(local_ranks()), worker_cores(Options())]
         optimizer.close()
     return found
@@ -223,19 +213,14 @@ def test_ranks_divide_a_machine_without_a_launcher(two_ranks: RankProcesses, kin
     assert not set(first[2]) & set(second[2])
 
 
-def test_bound_processes_use_all_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_processes_use_all_their_cores() -> None:
     """``srun`` and ``mpirun`` have divided them. torchrun has not, whatever a container leaves."""
-    for name, value in {"STEP_TASKS_PER_NODE": "2", "NODEID": "0", "LOCALID": "1"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr("zenflow_compile.runtime.parameters.capacity.physical_cores", lambda: FOUR_CORES)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(cores, "usable_cores", lambda: [0, 1, 2, 3])
-    assert set(worker_cores(Options(workers=2))) == {2, 3}, "the second half of the machine"
-    with pytest.raises(ValueError, match="workers=3"):
-        worker_cores(Options(workers=3))
-    monkeypatch.setattr(cores, "usable_cores", lambda: [2, 3])
-    assert len(worker_cores(Options(workers=4))) == 4, "all that it was given"
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert set(worker_cores(Options(workers=2))) == {2, 3}
+    told = srun("2", "0", "1")
+    with launched_with(told), four_cores():
+        assert set(worker_cores(Options(workers=2))) == {2, 3}, "the second half of the machine"
+        with pytest.raises(ValueError, match="workers=3"):
+            worker_cores(Options(workers=3))
+    with launched_with(told), four_cores(usable=[2, 3]):
+        assert len(worker_cores(Options(workers=4))) == 4, "all that it was given"
+    with launched_with(told | torchrun("1", "2")), four_cores(usable=[2, 3]):
+        assert set(worker_cores(Options(workers=2))) == {2, 3}

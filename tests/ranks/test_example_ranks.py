@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples.ranks import on_first_rank, process_group
+from tests.support.host import launched_with, torchrun
 from tests.support.rank_processes import RankProcesses, messages
 
 
@@ -76,10 +77,9 @@ def test_all_ranks_raise_its_error(
     assert all(text in message for message in messages(outcomes)), messages(outcomes)
 
 
-def test_one_gpu_for_all_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+def test_one_gpu_for_all_ranks_is_refused() -> None:
     with (
+        launched_with({"TORCHELASTIC_RUN_ID": "run", **torchrun("0", None)}),
         pytest.raises(ValueError, match=r"--device cuda:1 is one GPU, .* use --device cuda"),
         process_group(torch.device("cuda:1")),
     ):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.patches import host_memory
+from tests.support.host import host_memory
 from zenflow_compile.runtime.device.devices import CpuDevice, device_of
 from zenflow_compile.runtime.host import arena as arena_module
 from zenflow_compile.runtime.host.arena import (

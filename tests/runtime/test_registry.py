@@ -9,19 +9,19 @@ import warnings
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.calls import Call, at_calls
+from tests.support.host import four_cores
 from tests.support.late_device import LateDevice, served
 from tests.support.training import OFFLOAD_ALL, Training, mlp
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.options.options import Options
 from zenflow_compile.rules.adamw import ADAMW
-from zenflow_compile.runtime.host import cores
-from zenflow_compile.runtime.parameters import allocation, capacity
+from zenflow_compile.runtime.parameters import allocation
 from zenflow_compile.runtime.parameters.host_state import HostState
 from zenflow_compile.runtime.parameters.registry import ParamRegistry
 from zenflow_compile.runtime.recorder import Recorder
@@ -31,14 +31,12 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin threads"),
 ]
 
-FOUR_CORES = tuple(cores.Core(logical) for logical in range(4))
-
 
 def optimizer_on(model: nn.Module, **options: Any) -> ZenFlowAdamW:
     return ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **options)
 
 
-@mock.patch.object(capacity, "physical_cores", mock.Mock(return_value=FOUR_CORES))
+@four_cores()
 def test_engines_share_worker_cores_last() -> None:
     gc.collect()  # engines that tests before this one left in a cycle have cores, too
     first, second = optimizer_on(mlp(), workers=2), optimizer_on(mlp(), workers=1)
@@ -70,21 +68,22 @@ def numa(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return nodes
 
 
-def test_workers_touch_their_pages_first_on_numa(numa: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_touch_their_pages_first_on_numa(numa: set[int]) -> None:
     core = max(os.sched_getaffinity(0))
     seen: list[tuple[int, set[int]]] = []
 
-    def touch(host: HostState, worker: int) -> None:
-        assert not host.state().master.any()  # the weights are not in it yet
-        seen.append((worker, os.sched_getaffinity(0)))
+    def note(call: Call) -> None:
+        assert not call.arguments["self"].state().master.any()  # the weights are not in it yet
+        seen.append((call.arguments["worker"], os.sched_getaffinity(0)))
 
-    monkeypatch.setattr(HostState, "touch", touch)
-    numa.remove(1)
-    optimizer_on(mlp(), workers=[core]).close()
-    assert seen == []
-    numa.add(1)
-    optimizer = optimizer_on(mlp(), workers=[core])
-    assert seen == [(0, {core})] * len(optimizer.engine.offloaded)
+    with at_calls(note, HostState.touch, new_threads=True):
+        numa.remove(1)
+        optimizer_on(mlp(), workers=[core]).close()
+        assert seen == []
+        numa.add(1)
+        optimizer = optimizer_on(mlp(), workers=[core])
+        offloaded = optimizer.engine.offloaded
+    assert seen == [(0, {core})] * len(offloaded)
     optimizer.close()
 
 
@@ -134,18 +133,16 @@ def test_unpinned_memory_warns_once_per_engine() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_arenas_are_touched_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    touch = HostState.touch
+def test_cuda_arenas_are_touched_and_pinned() -> None:
     seen: list[set[int]] = []
 
-    def watched(host: HostState, worker: int) -> None:
-        assert not host.state().master.is_pinned()
+    def note(call: Call) -> None:
+        assert not call.arguments["self"].state().master.is_pinned()
         seen.append(os.sched_getaffinity(0))
-        touch(host, worker)
 
-    monkeypatch.setattr(HostState, "touch", watched)
-    optimizer = optimizer_on(mlp().cuda())
-    engine = optimizer.engine
+    with at_calls(note, HostState.touch, new_threads=True):
+        optimizer = optimizer_on(mlp().cuda())
+        engine = optimizer.engine
     assert {core for mask in seen for core in mask} == set(engine.worker_cores)
     assert all(offloaded.host.state().master.is_pinned() for offloaded in engine.offloaded.values())
     optimizer.close()
