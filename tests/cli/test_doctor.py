@@ -8,14 +8,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
+from tests.support.calls import calls_of
+from tests.support.native_code import NativeCode
 from zenflow_compile.cli import doctor, main
 from zenflow_compile.measure import bandwidth
-from zenflow_compile.native.build import BuildError
 from zenflow_compile.performance.hardware import hardware_of
 from zenflow_compile.runtime.host.cores import physical_cores
 
@@ -55,9 +55,11 @@ def test_doctor_prints_tables(capsys: pytest.CaptureFixture[str], monkeypatch: p
 @pytest.mark.parametrize(
     "command", [QUICK, ["plan", "--params", "3e8", "--hardware", "measured", "--tokens", "8"]], ids=["doctor", "plan"]
 )
-def test_missing_compiler_exits_with_2(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    missing = mock.patch.object(doctor, "check_native_code", side_effect=BuildError("no C++ compiler was found"))
-    with missing, pytest.raises(SystemExit) as ended:
+def test_missing_compiler_exits_with_2(
+    command: list[str], capsys: pytest.CaptureFixture[str], native_code: NativeCode
+) -> None:
+    native_code.compile_with("no-such-compiler", by_user=False)
+    with pytest.raises(SystemExit) as ended:
         main.main(command)
     assert ended.value.code == 2
     assert "no C++ compiler was found" in capsys.readouterr().err
@@ -121,12 +123,10 @@ def test_doctor_measures_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
-def test_bad_arguments_exit_with_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bandwidth, "host_rates", None)  # nothing is measured before all arguments are good
-    with pytest.raises(SystemExit) as caught:
+def test_bad_arguments_exit_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with calls_of(bandwidth.host_rates) as measured, pytest.raises(SystemExit) as caught:
         main.main(["doctor", *arguments])
+    assert measured == [], "before all arguments are good"
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""

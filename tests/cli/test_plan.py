@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 
 import zenflow_compile as zf
+from tests.support.calls import calls_of
 from tests.support.machines import SLOW_HOST, llama, machine
 from zenflow_compile.cli import main, plan
+from zenflow_compile.cli.doctor import quick_findings
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance import hardware, models
-from zenflow_compile.prediction import simulate as simulation
+from zenflow_compile.prediction.device import SimulatedDevice
 from zenflow_compile.prediction.forecast import explain
 from zenflow_compile.prediction.predict import predict, scenario_of
 from zenflow_compile.profiling.summary import summarize
@@ -512,10 +515,10 @@ def test_nearest_policy_is_explained_and_traced(tmp_path: Path, capsys: pytest.C
     assert "Nothing fits. zero_offload comes nearest" in text
 
 
-def test_model_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_name_wins_over_a_file_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "llama2-7b").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert zf.plan("llama2-7b", "h200", policy="resident")["parameters"] == 6_738_415_616
+    with chdir(tmp_path):
+        assert zf.plan("llama2-7b", "h200", policy="resident")["parameters"] == 6_738_415_616
 
 
 def test_configuration_as_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -596,12 +599,11 @@ def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str], monkeypatc
     ],
 )
 def test_bad_arguments_exit_with_2_before_any_work(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(simulation, "SimulatedDevice", None)
-    monkeypatch.setattr(plan, "_measure", None)
-    with pytest.raises(SystemExit) as caught:
+    with calls_of(SimulatedDevice.__init__, quick_findings) as made, pytest.raises(SystemExit) as caught:
         main.main(["plan", *arguments])
+    assert made == []
     assert caught.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import chdir
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,11 +74,11 @@ def test_loop_with_inference_trains() -> None:
     assert_trained(before, model)
 
 
-def test_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tutorial_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "tiny")
-    names = run("docs/tutorial.md", {}, {"fetch(MODEL)": "'tiny'"})  # a path, as the text says
+    with chdir(tmp_path):
+        names = run("docs/tutorial.md", {}, {"fetch(MODEL)": "'tiny'"})  # a path, as the text says
     assert (tmp_path / "fine-tuned" / "config.json").exists()
     assert names["summary"]["steps"] == 8
     assert names["plan"]["recommended"] is not None

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -392,13 +392,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_raises_before_training(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_raises_before_training(case: str, tmp_path: Path) -> None:
     options, message = BAD[case]
     (tmp_path / "a_file").write_text("theirs")
-    monkeypatch.chdir(tmp_path)
     model = deep()
     before = [param.detach().clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match=message) as caught:
+    with chdir(tmp_path), pytest.raises(ValueError, match=message) as caught:
         ZenFlowAdamW(model.parameters(), policy="zero_infinity", min_offload_size=100, **options)
     assert next(iter(options)) in str(caught.value)
     assert "; " in str(caught.value)

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.calls import Call, at_calls
 from tests.support.recording import RecordingEngine
-from zenflow_compile import backend
-from zenflow_compile.backend import ServedGraph, zenflow
+from zenflow_compile.backend import ServedGraph, rewrite_and_record, zenflow
 from zenflow_compile.compiler.ownership import engines_of, optimizer_of
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.planning.plan import Placement
@@ -207,24 +206,19 @@ def test_two_models_of_one_class(dynamic: bool, interleaved: bool, recording: Ca
         assert engine.runs("offload_gradients") == {0: 3, 2: 3}
 
 
-def test_weights_of_later_models_are_static(
-    recording: Callable[..., RecordingEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_later_models_are_static(recording: Callable[..., RecordingEngine]) -> None:
     """Else Inductor reads the address of each weight at every call on a GPU: it has none while in host memory."""
     static: list[list[int]] = []
-    rewrite = backend.rewrite_and_record
 
-    def spy(gm: GraphModule, ctx: Any, compile_id: str) -> Any:
-        context = TracingContext.get()
-        if ctx.phase is Phase.FORWARD:
-            static.append(list(context.fw_metadata.static_input_indices))
-        return rewrite(gm, ctx, compile_id)
+    def note(call: Call) -> None:
+        if call.arguments["ctx"].phase is Phase.FORWARD:
+            static.append(list(TracingContext.get().fw_metadata.static_input_indices))
 
-    monkeypatch.setattr(backend, "rewrite_and_record", spy)
     models = [MLP(), MLP()]
-    for model in models:
-        recording(model)
-        torch.compile(model, backend=zenflow, options=EAGER)(vectors()).sum().backward()
+    with at_calls(note, rewrite_and_record):
+        for model in models:
+            recording(model)
+            torch.compile(model, backend=zenflow, options=EAGER)(vectors()).sum().backward()
     first, second = static
     assert first == second
     assert len(first) == len(list(models[0].parameters()))

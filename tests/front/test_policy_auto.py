@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.machines import SLOW_HOST, scenario
+from tests.support.calls import calls_of
+from tests.support.machines import SLOW_HOST, measured_as, scenario
 from tests.support.training import ENTRIES, ENTRY_IDS, OFFLOAD_ALL, Training, assert_same, batch, mlp
-from zenflow_compile import ZenFlow, ZenFlowAdamW, lazy_engine, rules
+from zenflow_compile import ZenFlow, ZenFlowAdamW, rules
 from zenflow_compile.backend import split_backend_options
 from zenflow_compile.compiler.ownership import optimizer_of
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shape import shape_of
 from zenflow_compile.planning import cached_state
-from zenflow_compile.prediction import auto_policy
-from zenflow_compile.prediction.forecast import Scenario
+from zenflow_compile.prediction.auto_policy import choose
 from zenflow_compile.prediction.predict import predict
 from zenflow_compile.rules.adamw import ADAMW
 from zenflow_compile.runtime.checkpoint.format import chosen
@@ -45,11 +46,10 @@ def needed(policy: str, memory: str = "device", build: Callable[[], nn.Module] =
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
-    """Replaces the measurement of this machine, whose result is the first of the list."""
-    left = [SLOW_HOST]
-    monkeypatch.setattr(lazy_engine, "measured_hardware", lambda *args: left[0])
-    return left
+def measured() -> Iterator[list[Hardware]]:
+    """What this machine is: the first of the list."""
+    with measured_as(SLOW_HOST) as left:
+        yield left
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_choice_is_deterministic(measured: list[Hardware], tight: Hardware) -> N
     chosen = [Training(None, AUTO).optimizer.options for _ in range(2)]
     specs = specs_of([list(mlp().named_parameters())], [ADAMW])
     options = Options(**OFFLOAD_ALL, **AUTO)
-    expected = auto_policy.choose(scenario(options, tight, shape_of(specs), tokens=8))
+    expected = choose(scenario(options, tight, shape_of(specs), tokens=8))
     assert chosen[0] == chosen[1] == expected
 
 
@@ -108,11 +108,13 @@ def test_error_names_missing_host_memory(measured: list[Hardware], tight: Hardwa
 
 
 @pytest.fixture
-def short_host(measured: list[Hardware], monkeypatch: pytest.MonkeyPatch) -> None:
+def short_host(measured: list[Hardware]) -> Iterator[None]:
     """A machine whose host has too little memory for the state of ``deep``."""
-    monkeypatch.setattr(cached_state, "FILE_WINDOW_BYTES", 0)  # the least window would hold all of so small a model
     host_bytes = needed("zero_offload", "host", deep) - 1
     measured[0] = replace(SLOW_HOST, device_bytes=needed("zero_offload", build=deep), host_bytes=host_bytes)
+    # The least window would hold all of so small a model.
+    with mock.patch.object(cached_state, "FILE_WINDOW_BYTES", 0):
+        yield
 
 
 def test_files_are_chosen_if_host_memory_is_short(short_host: None, tmp_path: Path) -> None:
@@ -200,27 +202,18 @@ def test_optimizer_in_backward_chooses_a_policy(room: str, measured: list[Hardwa
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_choice_knows_optimizer_in_backward(
-    in_backward: bool, measured: list[Hardware], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[bool] = []
-    choose = auto_policy.choose
-
-    def noted(asked: Scenario) -> Options:
-        seen.append(asked.in_backward)
-        return choose(asked)
-
-    monkeypatch.setattr(auto_policy, "choose", noted)
+def test_choice_knows_optimizer_in_backward(in_backward: bool, measured: list[Hardware]) -> None:
     model = mlp()
-    if in_backward:
-        compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **OFFLOAD_ALL, **AUTO})
-        compiled(batch(0)[0])
-        optimizer_of(compiled).close()
-    else:
-        optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO)
-        assert optimizer.options.policy != "auto"
-        optimizer.close()
-    assert seen == [in_backward]
+    with calls_of(choose) as made:
+        if in_backward:
+            compiled = torch.compile(model, backend="zenflow", options={"inner": "eager", **OFFLOAD_ALL, **AUTO})
+            compiled(batch(0)[0])
+            optimizer_of(compiled).close()
+        else:
+            optimizer = ZenFlowAdamW(model.parameters(), **OFFLOAD_ALL, **AUTO)
+            assert optimizer.options.policy != "auto"
+            optimizer.close()
+    assert [call.arguments["scenario"].in_backward for call in made] == [in_backward]
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

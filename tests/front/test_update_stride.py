@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.machines import machine, scenario
+from tests.support.calls import calls_of
+from tests.support.machines import machine, measured_as, scenario
 from tests.support.training import Training, assert_same
-from zenflow_compile import lazy_engine
+from zenflow_compile.measure.this_machine import measured_hardware
 from zenflow_compile.performance.equations import NEVER, stride_of, update_stride
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shape import shape_of
@@ -28,11 +30,10 @@ V100 = machine(device_bandwidth=28 * 35e9, link_to_host=12e9, link_to_device=12e
 
 
 @pytest.fixture
-def machines(monkeypatch: pytest.MonkeyPatch) -> list[Hardware]:
-    """Replaces the measurement of this machine, whose result is the first of the list."""
-    left = [V100]
-    monkeypatch.setattr(lazy_engine, "measured_hardware", lambda *args: left[0])
-    return left
+def machines() -> Iterator[list[Hardware]]:
+    """What this machine is: the first of the list."""
+    with measured_as(V100) as left:
+        yield left
 
 
 @pytest.mark.parametrize("options", MEASURED)
@@ -68,13 +69,11 @@ def test_planner_and_optimizer_agree_on_the_stride(machines: list[Hardware]) -> 
     training.optimizer.close()
 
 
-def test_given_stride_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any) -> Hardware:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr(lazy_engine, "measured_hardware", never)
-    for options in ({**STATES, "update_stride": 3}, {"policy": "zero_offload", "update_stride": "auto"}, {}):
-        Training(None, options).optimizer.close()
+def test_given_stride_is_not_measured() -> None:
+    with calls_of(measured_hardware) as measured:
+        for options in ({**STATES, "update_stride": 3}, {"policy": "zero_offload", "update_stride": "auto"}, {}):
+            Training(None, options).optimizer.close()
+    assert measured == []
 
 
 @pytest.mark.parametrize("slow", ["link_to_host", "link_to_device"])

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import pytest
@@ -63,8 +65,7 @@ def _vision_inputs() -> dict[str, Any]:
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("title", [title for title in RECIPES if title != SHARDED])
-def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_recipe_runs(title: str, tmp_path: Path) -> None:
     names = _vision_inputs() if title == "timm" else _inputs()
     trained = names["vision_model" if title == "timm" else "model"]
     before = weights(trained)
@@ -77,11 +78,11 @@ def test_recipe_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         updated.add(engine)
         return run_step(engine)
 
-    monkeypatch.setattr(Engine, "run_step", recorded)
     # Inductor would take half a minute per recipe.
     code = (IMPORTS + RECIPES[title]).replace('(backend="zenflow")', '(backend="zenflow", options={"inner": "eager"})')
     code = code.replace('(model, backend="zenflow")', '(model, backend="zenflow", options={"inner": "eager"})')
-    exec(compile(code, f"{DOCUMENT}: {title}", "exec"), names)
+    with chdir(tmp_path), mock.patch.object(Engine, "run_step", recorded):
+        exec(compile(code, f"{DOCUMENT}: {title}", "exec"), names)
     assert max(offloaded) > 0, "no optimizer has offloaded anything"
     assert max(graphs) > 0, "nothing was compiled"
     assert not any(engine.windows_hold_gradients for engine in updated)  # of those that are left

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.calls import calls_of
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.runtime.host.cores import last_level_cache_bytes
 from zenflow_compile.runtime.host.host_kernel import HostKernel
@@ -110,8 +111,9 @@ def test_quick_rates_are_measured_once() -> None:
     try:
         first = bandwidth.rates(CPU, (CORE,))
         assert all(0 < rate < math.inf for rate in (first.host, first.to_host, first.to_device))
-        with mock.patch.object(bandwidth, "in_turns", None):  # a second measurement would fail
+        with calls_of(bandwidth.in_turns) as measured:
             assert bandwidth.rates(CPU, (CORE,)) is first
+        assert measured == []
     finally:
         bandwidth.rates.cache_clear()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.runtime.test_nvme_cache import plan_of
+from tests.support.host import no_direct_io
 from zenflow_compile.native.library import library
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.workers import Workers
@@ -30,15 +32,13 @@ def test_checksums_are_those_of_zlib(size: int, offset: int) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-def test_chunks_are_moved_as_a_whole(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not direct:
-        monkeypatch.setattr(state_file, "_open_direct", lambda *_: None)
+def test_chunks_are_moved_as_a_whole(direct: bool, tmp_path: Path) -> None:
     plan = plan_of(0, 20 * PIECE_BYTES // 9 // 768)  # a part of a piece at the end
     directory, pool, arena = ScratchDirectory(tmp_path), Workers(1, Recorder()), HostArena(100 << 20)
     pool.start()
-    chunk = Chunk(
-        plan, directory.create(60 << 20, {}, purpose="for a test", otherwise="none"), 3 * state_file.PAGE_BYTES, STATE
-    )
+    with nullcontext() if direct else no_direct_io():
+        file = directory.create(60 << 20, {}, purpose="for a test", otherwise="none")
+    chunk = Chunk(plan, file, 3 * state_file.PAGE_BYTES, STATE)
     assert chunk.size > 2 * PIECE_BYTES
     written, memory = (arena.take((chunk.size,), torch.uint8) for _ in range(2))
     written.random_(generator=torch.Generator().manual_seed(0))

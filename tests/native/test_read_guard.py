@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,11 +76,10 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("name", ["zenflow_refuse_reads", "zenflow_allow_reads"])
-def test_interrupted_guard_can_be_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_guard_can_be_ended(name: str) -> None:
     tensor, guard = torch.ones(4), ReadGuard("not now")
     library = Interrupted(storage_reads.storage_reads(), name)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage_reads, "storage_reads", lambda: library)
+    with mock.patch.object(storage_reads, "storage_reads", return_value=library):
         with suppress(KeyboardInterrupt):
             guard.refuse(tensor.untyped_storage(), 16)
         with suppress(KeyboardInterrupt):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import zenflow_compile.passes.load_weights as load_weights
+from tests.support.calls import calls_of
 from tests.support.recording import RecordingEngine
 from tests.support.served_weights import Serving
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile.passes.base import Phase
 from zenflow_compile.planning.plan import Placement
-from zenflow_compile.planning.weight_memory import Turn, peak_bytes, schedule_weights
+from zenflow_compile.planning.weight_memory import peak_bytes, schedule_weights
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -282,22 +282,15 @@ def test_budget_saves_loads(close: list[Serving]) -> None:
 @pytest.mark.parametrize("largest", [1, 2, 100])
 @pytest.mark.parametrize("name", ["views", "tied", "checkpoint", "weight norm", "convolutions"])
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_graphs_run_as_scheduled(
-    inner: str, name: str, largest: int, close: list[Serving], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_run_as_scheduled(inner: str, name: str, largest: int, close: list[Serving]) -> None:
     """Loads and the peak of bytes are those of the schedules, whatever the compiler does with the operators."""
-    scheduled: list[tuple[list[Turn], Mapping[int, int]]] = []
-
-    def note(uses: Sequence[frozenset[int]], sizes: Mapping[int, int], budget_bytes: int) -> list[Turn]:
-        scheduled.append((schedule_weights(uses, sizes, budget_bytes), sizes))
-        return scheduled[-1][0]
-
-    monkeypatch.setattr(load_weights, "schedule_weights", note)
     model = MODELS[name]()
     budget = largest * max(param.nbytes for param in model.parameters())
     close.append(engine := Serving(model, budget))
-    out = torch.compile(model, backend="zenflow", options={"inner": inner})(torch.randn(5, 8, requires_grad=True))
-    out.square().sum().backward()
+    with calls_of(schedule_weights, returned=True) as made:
+        out = torch.compile(model, backend="zenflow", options={"inner": inner})(torch.randn(5, 8, requires_grad=True))
+        out.square().sum().backward()
+    scheduled = [(call.result, call.arguments["sizes"]) for call in made]
     assert len(scheduled) == 2, "a forward and a backward"
     assert engine.peak_bytes == max(peak_bytes(turns, sizes) for turns, sizes in scheduled)
     assert sum(engine.loads.values()) == sum(len(turn.loaded) for turns, _ in scheduled for turn in turns)

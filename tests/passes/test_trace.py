@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from runpy import run_path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zenflow_compile
 from tests.passes.capture import Capture, Small, inputs
+from tests.support.calls import calls_of
 from tests.support.recording import RecordingEngine
 from zenflow_compile.backend import zenflow
 from zenflow_compile.passes.base import Phase
@@ -72,15 +74,13 @@ def test_trace_has_the_graph_after_each_pass(artifacts: dict[str, str], recordin
     assert "zenflow.offload_gradients" in backward["after_offload_gradients"]
 
 
-def test_graphs_are_printed_only_for_a_trace(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(gm: torch.fx.GraphModule) -> str:
-        raise AssertionError("there is no trace to print for")
-
-    monkeypatch.setattr(private, "printed_graph", refuse)
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
+def test_graphs_are_printed_only_for_a_trace(recording: Recording) -> None:
     model = Small()
     recording(model)
-    torch.compile(model, backend=zenflow, options={"inner": "eager"})(inputs()).sum().backward()
+    no_trace = mock.patch.object(logging.getLogger("torch.__trace"), "handlers", [])
+    with no_trace, calls_of(private.printed_graph) as printed:
+        torch.compile(model, backend=zenflow, options={"inner": "eager"})(inputs()).sum().backward()
+    assert printed == []
 
 
 class OneLine(nn.Module):

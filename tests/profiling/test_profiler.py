@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import zenflow_compile as zf
+from tests.support.calls import interrupted
 from zenflow_compile.measure import bandwidth
 from zenflow_compile.performance.hardware import Bandwidths
 from zenflow_compile.planning.plan import ParamPlan, Placement, Plan
@@ -350,15 +351,12 @@ def test_newest_steps_of_the_largest_optimizer():
     assert newest.model_bytes == 1000
 
 
-def test_limits_are_left_out_when_memory_is_full(capsys, monkeypatch):
-    def full(device, cores):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(bandwidth, "rates", full)
+def test_limits_are_left_out_when_memory_is_full(capsys):
     engine = FakeEngine()
     with profile() as prof:
         engine.train(5)
-    prof.report()
+    with interrupted(bandwidth.rates, torch.OutOfMemoryError("CUDA out of memory")):
+        prof.report()
     text = capsys.readouterr().out
     assert "step time" in text
     assert "limit:" not in text

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -44,20 +46,20 @@ TRAPS: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 @pytest.mark.parametrize("name", ["zenflow.lock", "zenflow-9-9.state"])
 @pytest.mark.parametrize("trap", TRAPS)
-def test_trap_is_refused_by_name(trap: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_is_refused_by_name(trap: str, name: str, tmp_path: Path) -> None:
     victim, swap = tmp_path / "victim", tmp_path / "swap"
     victim.write_bytes(CONTENT)
     swap.mkdir()
-    monkeypatch.chdir(swap)  # paths of sockets are short
     make, what = TRAPS[trap]
-    make(Path(name), victim)
+    with chdir(swap):  # paths of sockets are short
+        make(Path(name), victim)
     for _ in range(2):
         with pytest.raises(ValueError, match=f"nvme_path='{swap}'.*'{name}' in it is {what}.*; remove it"):
             ScratchDirectory(swap)
     assert victim.read_bytes() == CONTENT
     assert not (tmp_path / "absent").exists()
-    assert os.path.lexists(name)
-    path = Path(name)
+    path = swap / name
+    assert os.path.lexists(path)
     path.rmdir() if trap == "directory" else path.unlink()
     ScratchDirectory(swap).close()
     assert not list(swap.iterdir())
@@ -90,11 +92,11 @@ def test_trap_set_after_the_check_is_refused(
 
 
 @pytest.mark.parametrize("name", ["zenflow.lock", "zenflow-9-9.state"])
-def test_file_of_another_user_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_another_user_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(CONTENT)
     uid = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(ValueError, match=rf"'{name}' in it is a file of another user \(uid {uid}\)"):
+    message = rf"'{name}' in it is a file of another user \(uid {uid}\)"
+    with mock.patch.object(os, "geteuid", return_value=uid + 1), pytest.raises(ValueError, match=message):
         ScratchDirectory(tmp_path)
     assert (tmp_path / name).read_bytes() == CONTENT
 

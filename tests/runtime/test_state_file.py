@@ -9,15 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, chdir, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.calls import Call, at_calls, interrupted
+from tests.support.host import no_direct_io
 from zenflow_compile.runtime.host.arena import HostArena
-from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.state_file import MAGIC, PAGE_BYTES, ScratchDirectory, whole_pages
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,11 +43,10 @@ def refusing(call: Callable[..., object], code: int) -> AbstractContextManager[N
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_chunks_are_read_as_written(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not direct:
-        monkeypatch.setattr(state_file, "_open_direct", lambda path, header: None)
+def test_chunks_are_read_as_written(direct: bool, tmp_path: Path) -> None:
     directory = ScratchDirectory(tmp_path)
-    file = directory.create(8 * PAGE_BYTES, {}, purpose="for a test", otherwise="none")
+    with nullcontext() if direct else no_direct_io():
+        file = directory.create(8 * PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     if direct and not file.direct:
         pytest.skip("no direct I/O on the file system of temporary files")
     _arena, memory = pages(5)
@@ -142,12 +141,11 @@ def test_lock_with_a_removed_file_is_taken_again(tmp_path: Path) -> None:
     first.close()
 
 
-def test_relative_path_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_survives_a_change_of_directory(tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
-    monkeypatch.chdir(tmp_path)
-    directory = ScratchDirectory("swap")
-    directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
-    monkeypatch.chdir("/")
+    with chdir(tmp_path):
+        directory = ScratchDirectory("swap")
+        directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     directory.create(PAGE_BYTES, {}, purpose="for a test", otherwise="none")
     assert len(list((tmp_path / "swap").iterdir())) == 3
     directory.close()

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -379,17 +380,16 @@ def test_collected_pool_ends_its_threads() -> None:
     assert not job.swapped
 
 
-def test_refused_threads_fail_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_threads_fail_the_jobs() -> None:
     class Refusing:
         def zenflow_open(self, *_: Any) -> int:
             return 11  # EAGAIN
 
     pool, job = Workers(2, Recorder()), None
     job = Swap(pool)
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "library", Refusing)
-        with pytest.raises(RuntimeError, match="ulimit -u"):
-            pool.submit(job)
+    native.library_with_gil()  # also if this is the first test of the process
+    with mock.patch.object(native, "library", Refusing), pytest.raises(RuntimeError, match="ulimit -u"):
+        pool.submit(job)
     assert job.is_settled
     assert pool.failed
     second = Swap(pool)

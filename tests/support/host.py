@@ -1,4 +1,4 @@
-"""The host that a test wants: its memory, its cores, and what has launched its processes."""
+"""The host that a test wants: its memory, cores and file systems, and what has launched its processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest import mock
 
 from zenflow_compile.runtime.host import arena, cores
 from zenflow_compile.runtime.host.cores import Core
+from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.parameters import capacity
 
 FOUR_CORES = tuple(Core(logical) for logical in range(4))
@@ -19,6 +20,11 @@ _VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SL
 def host_memory(available: int, source: str = "the machine", *, read_by: Any = arena) -> Any:
     """Let the host have so many bytes that engines may take, or that another module reads."""
     return mock.patch.object(read_by, "available_host_memory", mock.Mock(return_value=(available, source)))
+
+
+def no_direct_io() -> Any:
+    """Let the file systems of files that are made have no direct I/O."""
+    return mock.patch.object(state_file, "_open_direct", return_value=None)
 
 
 @contextmanager

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from typing import Any
+from unittest import mock
 
+from zenflow_compile import lazy_engine
 from zenflow_compile.options.options import Options
 from zenflow_compile.performance.hardware import Hardware
 from zenflow_compile.performance.model_shape import ModelShape
@@ -14,6 +18,14 @@ from zenflow_compile.planning.planners import ParamSpec
 from zenflow_compile.prediction.forecast import Scenario
 
 ELEMENTS = 1_000_000  # of a layer
+
+
+@contextmanager
+def measured_as(hardware: Hardware) -> Iterator[list[Hardware]]:
+    """Let measurements of this machine find ``hardware``, or what takes its place in the list."""
+    found = [hardware]
+    with mock.patch.object(lazy_engine, "measured_hardware", side_effect=lambda *_: found[0]):
+        yield found
 
 
 def layers(count: int) -> ModelShape:
