@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from zenflow_compile import ZenFlowAdamW, profile
 from zenflow_compile.runtime.host.arena import require_host_memory
 from zenflow_compile.runtime.nvme import state_file
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import Chunk, chunk_bytes, make_transfer
+from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk, chunk_bytes, make_transfer
 from zenflow_compile.runtime.nvme.state_file import FILE_THREADS
 from zenflow_compile.runtime.parameters.device_state import DeviceState
 
@@ -164,16 +165,16 @@ def test_checkpoints_do_not_grow_the_cache(files: Directories) -> None:
     training = files.training({"policy": "zero_infinity"}).run(0, 2)
     cache = cache_of(training)
     resident: list[int] = []
+    take = NvmeCache._take
 
-    def watched(call: Call) -> None:
-        place, taken_from = call.result, call.arguments["self"]
-        assert 0 <= place.begin < place.end <= taken_from.nbytes
-        assert place.memory.data_ptr() == taken_from._memory.data_ptr() + place.begin
-        resident.append(
-            call.arguments["chunk"].size + sum(each.size for each in taken_from.chunks if each.place is not None)
-        )
+    def watched(self: NvmeCache, chunk: Chunk) -> CacheSpan:
+        place = take(self, chunk)
+        assert 0 <= place.begin < place.end <= self.nbytes
+        assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
+        resident.append(chunk.size + sum(each.size for each in self.chunks if each.place is not None))
+        return place
 
-    with at_calls(watched, NvmeCache._take, returned=True):
+    with mock.patch.object(NvmeCache, "_take", watched):
         training.load(training.saved()).run(2, 4)
     assert cache.nbytes == CHUNK_BYTES
     assert 0 < max(resident) <= CHUNK_BYTES

@@ -23,7 +23,7 @@ from tests.support.settings import settings
 from tests.support.training import EAGER_BACKEND, Training, assert_same
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.nvme.cache import NvmeCache
-from zenflow_compile.runtime.nvme.chunk import make_transfer
+from zenflow_compile.runtime.nvme.chunk import CacheSpan, Chunk, make_transfer
 from zenflow_compile.runtime.parameters.moved_weights import is_left_on_host, leave_on_host
 
 pytestmark = pytest.mark.timeout(120)
@@ -110,14 +110,15 @@ def test_weights_in_files_train_to_the_same_bits(name: str, make: Make) -> None:
 def test_host_memory_is_bounded(make: Make) -> None:
     """Of arenas and caches, and of the weights that have a place there, also around checkpoints."""
     resident: list[int] = []
+    take = NvmeCache._take
 
-    def watched(call: Call) -> None:
-        place, taken_from = call.result, call.arguments["self"]
-        assert place.memory.data_ptr() == taken_from._memory.data_ptr() + place.begin
-        others = (each.size for each in taken_from.chunks if each.place not in (None, place))
-        resident.append(call.arguments["chunk"].size + sum(others))
+    def watched(self: NvmeCache, chunk: Chunk) -> CacheSpan:
+        place = take(self, chunk)
+        assert place.memory.data_ptr() == self._memory.data_ptr() + place.begin
+        resident.append(chunk.size + sum(each.size for each in self.chunks if each.place not in (None, place)))
+        return place
 
-    with calls_of(HostArena.__init__) as made, at_calls(watched, NvmeCache._take, returned=True):
+    with calls_of(HostArena.__init__) as made, mock.patch.object(NvmeCache, "_take", watched):
         training = make().run(0, 3)
         training.load(training.saved()).run(3, 5)
     arenas = [call.arguments["total_bytes"] for call in made]

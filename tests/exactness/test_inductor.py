@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 
-from tests.exactness.test_adamw import RESELECTING, check_in_graph, with_moments_reset
+from tests.exactness.test_adamw import RESELECTING, check_in_graph, moments_reset
 from tests.exactness.test_policies import MIXTURES, STRIDES, TWINFLOW
 from tests.exactness.test_rule_p import CASES, Runs, check
 from tests.support.trajectories import each_member, largest_difference, plain_adamw, train, train_in_backward
 from tests.support.zoo import BY_NAME, Member
-from zenflow_compile.runtime.parameters import state_exchange
 
 COMPILED = ["mlp", "conv_batch_norm", "gpt"]
 
@@ -62,7 +59,7 @@ def test_evaluation_between_steps_sees_every_step() -> None:
     torch.testing.assert_close(run.evaluations, plain.evaluations[:20], rtol=0, atol=1e-5)
 
 
-@mock.patch.object(state_exchange, "exchange_rows", with_moments_reset)
+@moments_reset()
 def test_control_reset_moments_differ() -> None:
     """Control: moments reset at a re-selection change the weights."""
     member = BY_NAME["mlp"]

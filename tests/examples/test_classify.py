@@ -17,7 +17,6 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 from examples import classify, train_gpt
 from examples.classify import Settings, compare, main, parse, train
 from examples.settings import TrainConfig
-from tests.support.calls import Call, at_calls
 
 GPT_SETTINGS = TrainConfig(
     steps=3, batch=1, context=16, layers=1, width=32, warm_up=1, inner="eager", device="cpu", evaluation_batches=1
@@ -62,11 +61,11 @@ def test_resume_is_bitwise(settings: Settings, tmp_path: Path) -> None:
     class StoppedError(Exception):
         pass
 
-    def stop(call: Call) -> None:
-        torch.save(call.arguments["state"], kept)
+    def stop(state: dict[str, object], folder: Path) -> None:
+        torch.save(state, kept)
         raise StoppedError
 
-    with at_calls(stop, classify._write), pytest.raises(StoppedError):
+    with mock.patch.object(classify, "_write", stop), pytest.raises(StoppedError):
         train(first, quiet())
     resumed = train(replace(first, resume=str(kept)), quiet())
     assert resumed.losses == whole.losses

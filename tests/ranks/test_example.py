@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from examples.gpt import GPT
 from examples.settings import TrainConfig
 from examples.stdlib_text import Text, load_text
 from examples.train_gpt import initial_model, train
+from tests.support.calls import interrupted
 from tests.support.rank_processes import RankProcesses, messages
 
 pytestmark = pytest.mark.timeout(180)
@@ -95,7 +96,7 @@ def test_damaged_part_is_reported(two_ranks: RankProcesses, tmp_path: Path) -> N
 
 
 def full_disk(rank: int, config: TrainConfig) -> None:
-    with patch("os.replace", side_effect=OSError("no space left")):
+    with interrupted(os.replace, OSError("no space left")):
         train(config, text=text())
 
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from examples import checkpoint
 from examples.checkpoint import CheckpointFolder, load_checkpoint, load_weights
 from examples.settings import TrainConfig
+from tests.support.calls import interrupted
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 
@@ -158,7 +159,7 @@ def not_removed(rank: int, folder: str, whole: bool) -> None:
 
 def not_written(rank: int, folder: str, whole: bool) -> None:
     run = Run(folder, "abc", whole=whole)
-    with patch("os.replace", side_effect=OSError("cannot be written")):
+    with interrupted(os.replace, OSError("cannot be written")):
         run.save(1, 1.0)
 
 

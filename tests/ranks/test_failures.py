@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, backward, batch, on_ranks, uneven
 from tests.ranks.sharded import sharded
+from tests.support.calls import at_calls
 from tests.support.rank_processes import RankProcesses, messages
 from zenflow_compile import ZenFlowAdamW
 from zenflow_compile.runtime.parameters.gradient_parts import GradientParts
@@ -34,13 +36,13 @@ def train_and(rank: int, failure: str) -> None:
     raised = dist.distributed_c10d._get_default_store()
     model = uneven()
     optimizer = on_ranks(model, group=group)
-    with pytest.MonkeyPatch.context() as patch:
+    with ExitStack() as failures:
         for step in range(3):
             if step == 1 and rank == 1:
                 if failure == "raise":
-                    patch.setattr(GradientParts, "copy_to_host", _fail)
+                    failures.enter_context(at_calls(_fail, GradientParts.copy_to_host))
                 elif failure == "in step":
-                    patch.setattr(IncomingGradient, "commit", _fail)
+                    failures.enter_context(at_calls(_fail, IncomingGradient.commit))
                 elif failure == "exit":
                     os._exit(3)
                 elif failure == "hang":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.ranks.models import ADAM, ALL_POLICIES, OFFLOAD, difference
+from tests.support.calls import Call, at_calls
 from tests.support.rank_processes import RankProcesses
 from tests.support.training import EAGER_BACKEND
 from zenflow_compile import ZenFlowAdamW
@@ -89,16 +89,14 @@ def rank_with(
 ) -> tuple[list[Tensor], list[int]]:
     """The weights of a rank, and how many parameters came late in each step."""
     late: list[int] = []
-    send_late = GradientReduction._send_late
 
-    def counted(self: GradientReduction, *arguments: Any, **keywords: Any) -> None:
+    def count(call: Call) -> None:
         late[-1] += 1
-        send_late(self, *arguments, **keywords)
 
     model = build(model_name)
     optimizer = ZenFlowAdamW(model.named_parameters(), **ADAM, **options, process_group=dist.group.WORLD)
     call = torch.compile(model, **EAGER_BACKEND) if compiled else model
-    with mock.patch.object(GradientReduction, "_send_late", counted):
+    with at_calls(count, GradientReduction._send_late):
         for step in range(steps):
             late.append(0)
             loss_of(call, step, rank, routes_of(routes, step)[rank]).backward()

@@ -27,6 +27,7 @@ from tests.ranks.models import ADAM, ALL_POLICIES, WINDOWED, batch, difference, 
 from tests.ranks.sharded import sharded, train_sharded, whole
 from tests.ranks.test_sharded_references import CASES, Stack, blocks, trained
 from tests.ranks.test_training import EXACT, assert_equal_ranks
+from tests.support.calls import Call, at_calls
 from tests.support.gated_jobs import UPDATES, gated
 from tests.support.rank_processes import RankProcesses
 from tests.support.training import IN_FLIGHT
@@ -217,14 +218,11 @@ def test_readers_of_shards_see_updates(request: pytest.FixtureRequest, use: Call
 def streams_of_updates(rank: int, model: Any, optimizer: ZenFlowAdamW) -> set[bool]:
     """Whether updates are applied in the stream of the forward that gathers the weights."""
     forward, found = torch.cpu.current_stream(), set()
-    with pytest.MonkeyPatch.context() as patch:
-        apply = WeightAccess.before_unshard
 
-        def recorded(*arguments: Any) -> None:
-            found.add(torch.cpu.current_stream() is forward)
-            apply(*arguments)
+    def record(call: Call) -> None:
+        found.add(torch.cpu.current_stream() is forward)
 
-        patch.setattr(WeightAccess, "before_unshard", recorded)
+    with at_calls(record, WeightAccess.before_unshard):
         loss_of(model, 3, rank)
     return found
 

@@ -12,6 +12,7 @@ from tests.simulated.cases import OPTION_SETS, Case, Loop, differing, on_cpu
 from tests.simulated.mutants import MEMORY_MUTANTS, is_found
 from tests.simulated.process import SimulatedProcess, in_simulator
 from tests.simulated.simulator import Simulator
+from tests.support.calls import calls_of, interrupted
 
 OFTEN = ("summed", "int8", "reselect stale", "streamed")  # in every run
 CASES = [
@@ -86,19 +87,15 @@ def test_failed_return_leaves_no_copy_behind(simulator: Simulator) -> None:
     loop.optimizer.offload_all()
     lane = memory._to_device
     simulator.delay(lane.stream, 0.997)
-    submit, copies = lane.submit, []
-
-    def failing(*arguments: object, **keywords: object) -> object:
-        if len(copies) == 20:
-            raise torch.OutOfMemoryError("no room")
-        copies.append(submit(*arguments, **keywords))
-        return copies[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane, "submit", failing)
-        with pytest.raises(torch.OutOfMemoryError, match="has no room"):
-            loop.optimizer.reload_all()
-    assert all(copy.done() for copy in copies)
+    no_room = interrupted(lane.submit, torch.OutOfMemoryError("no room"), after=20)
+    with (
+        no_room,
+        calls_of(lane.submit, returned=True) as copies,
+        pytest.raises(torch.OutOfMemoryError, match="has no room"),
+    ):
+        loop.optimizer.reload_all()
+    assert len(copies) == 20
+    assert all(copy.result.done() for copy in copies)
     assert loop.optimizer.device_bytes == 0
     loop.optimizer.reload_all()
     for step in range(3, 9):
