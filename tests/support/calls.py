@@ -1,6 +1,7 @@
 """Calls that tests count, act at or interrupt. Nothing is replaced: the interpreter tells a thread of its calls.
 
-An error that a test raises here is as one that a handler of signals raises: it comes at a call, or behind it.
+An error that a test raises here is as one that a handler of signals raises: it comes at a call, or behind it. Backwards
+on the CPU run in the thread that calls them; those on a device run in others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 
@@ -36,12 +37,11 @@ def at_calls(
 
     Args:
         act: an error of it comes out of the call. It is the last one: the interpreter tells of no further call then.
-        functions: of Python, or built-in ones.
+        functions: of Python, or built-in ones. Of a method that is bound only the calls of its object count.
         returned: when it has run.
         new_threads: at the calls of threads that start in the block, too.
     """
-    watched = [_Watched.of(function) for function in functions]
-    codes = {each.code for each in watched}
+    watched = {id(_code_of(function)): function for function in functions}  # comparing code by its value takes long
     built_in, event_of = ("c_return", "return") if returned else ("c_call", "call")
     outer, watching = sys.getprofile(), True
 
@@ -50,13 +50,13 @@ def at_calls(
             outer(frame, event, passed)
         if not watching:
             return
-        if event == built_in and passed in functions:
+        if event == built_in and id(passed) in watched:
             act(Call(passed.__qualname__, {}))
-        elif event == event_of and frame.f_code in codes:
+        elif event == event_of and (function := watched.get(id(frame.f_code))) is not None:
             arguments = _arguments_of(frame)
-            name = next((each.name for each in watched if each.is_called(frame.f_code, arguments)), None)
-            if name is not None:
-                act(Call(name, arguments, passed))
+            owner = getattr(function, "__self__", None)
+            if owner is None or isinstance(owner, type) or next(iter(arguments.values())) is owner:
+                act(Call(function.__qualname__, arguments, passed))
 
     outer_threads = threading.getprofile()
     sys.setprofile(watch)
@@ -70,19 +70,10 @@ def at_calls(
         threading.setprofile(outer_threads)  # type: ignore[arg-type]
 
 
-class _Watched(NamedTuple):
-    name: str
-    code: Any
-    owner: object  # of a method that is bound: only its calls count
-
-    @classmethod
-    def of(cls, function: Any) -> _Watched:
-        owner = getattr(function, "__self__", None)
-        plain = inspect.unwrap(getattr(function, "__func__", function))
-        return cls(function.__qualname__, getattr(plain, "__code__", None), None if isinstance(owner, type) else owner)
-
-    def is_called(self, code: CodeType, arguments: dict[str, Any]) -> bool:
-        return code is self.code and (self.owner is None or next(iter(arguments.values())) is self.owner)
+def _code_of(function: Any) -> object:
+    """The code of its frames; the function itself if it is a built-in one."""
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    return getattr(plain, "__code__", plain)
 
 
 def _arguments_of(frame: FrameType) -> dict[str, Any]:
