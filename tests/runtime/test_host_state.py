@@ -51,12 +51,13 @@ COEFFICIENTS = StepCoefficients.known(lr=0.01, beta1=0.9, beta2=0.999, weight_de
 WORKERS = Workers(2, Recorder())
 
 
-def host_of(plan: ParamPlan = PLAN, workers: int = 1, task_elements: int = TASK_ELEMENTS) -> HostState:
+def host_of(plan: ParamPlan = PLAN, workers: int = 1, task_elements: int | None = None) -> HostState:
     WORKERS.start()
     kernel = HostKernel(plan.gradient_buffers.dtype, plan.dtype, plan.gradient_buffers.count)
     host = HostState.allocate(plan, HostArena(HostState.arena_bytes(plan)), kernel, WORKERS.handle, workers)
-    unit = plan.length if plan.compressed else CUT_ELEMENTS
-    host.ranges = task_ranges(plan.deferred * plan.length, workers, unit, task_elements)
+    if task_elements is not None:
+        unit = plan.length if plan.compressed else CUT_ELEMENTS
+        host.ranges = task_ranges(plan.deferred * plan.length, workers, unit, task_elements)
     return host
 
 
@@ -172,6 +173,8 @@ def test_long_parameters_are_split_into_tasks() -> None:
 def test_compressed_gradients_expand_by_whole_slices() -> None:
     """The flush of int8 blocks equals rule P on the expanded values, split into tasks."""
     plan = replace(PLAN, compressed=True)
+    large = host_of(replace(plan, shape=(7, 300_008), slices=300_008, length=7))
+    assert [part.start for part in large.ranges] == [0, 700_000, 1_400_000]  # no multiples of 64 elements
     host = host_of(plan, task_elements=70)
     torch.manual_seed(0)
     host.state().master.normal_()
