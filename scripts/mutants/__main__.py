@@ -7,9 +7,9 @@ those that reach a change of C++; of tier 3 no others are searched. Those run on
 1. Each patch must apply to the working tree. A change of the product ports the patches of the lines that it changes.
 2. One run of each tier's tests, in a copy of the last commit with a probe at each changed place (``probes.py``), tells
    which tests reach which mutants, if there are some that step 3's first runs do not find. ``build/mutants`` keeps it.
-3. In other copies, each mutant runs the test that found it the last time and the tests that it names, then those of
-   tier 1 that reach it, until one fails that passes without the mutant; then those of tier 2, and then all of tiers 1
-   and 2.
+3. In other copies, each mutant runs the test that found it the last time and the tests that it names, those of its tier
+   first, then those of tier 1 that reach it, until one fails that passes without the mutant; then those of tier 2, and
+   then all of tiers 1 and 2.
 4. ``tests/mutants/results.json`` gets each result as soon as it is known. A mutant that has a result is not run again,
    unless its patch, the files that it changes or the test that found it have changed, or ``--again`` is given.
 
@@ -235,8 +235,8 @@ def _judge(
         before = None if options.again else results.get(mutant.name)
         if before and before.found_by in of_tier[mutant.tier]:
             yield [*TIERS[3], before.found_by]
-        if mutant.tests:
-            yield [*tests_of(max(2, mutant.tier)), *mutant.tests]
+        for tier in range(mutant.tier, max(2, mutant.tier) + 1) if mutant.tests else ():
+            yield [*tests_of(tier), *mutant.tests]
 
     with ExitStack() as stack:
         trees = [stack.enter_context(checkout()) for _ in range(options.processes)]

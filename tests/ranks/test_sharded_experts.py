@@ -95,7 +95,9 @@ def adamw() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["cleared", "zeros"])
-@pytest.mark.parametrize("each", [False, True], ids=["in one group", "of their own"])
+@pytest.mark.parametrize(
+    "each", [pytest.param(False, marks=pytest.mark.tier1, id="in one group"), pytest.param(True, id="of their own")]
+)
 def test_unused_experts_are_refused_by_name(two_ranks: RankProcesses, each: bool, zeros: bool) -> None:
     options = ALL_POLICIES["zenflow"]
     for text in messages(two_ranks.outcomes(train_routed, options, each=each, uses_all=False, zeros=zeros)):
