@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,20 @@ FRONTIER = [*SMALL, "--frontier", "--policy", "zenflow", "--update-interval", "1
 MODELS = ["plan", "--models", "--hardware", "rtx-4090", "--tokens", "1024"]
 
 
-def answer(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main.main([*arguments, "--json"]) == 0
-    return dict(json.loads(capsys.readouterr().out))
+@cache
+def run(*arguments: str) -> tuple[str, str]:
+    """What the command prints, and what it says beside it. A search takes seconds."""
+    with redirect_stdout(io.StringIO()) as text, redirect_stderr(io.StringIO()) as beside:
+        assert main.main([*arguments]) == 0
+    return text.getvalue(), beside.getvalue()
 
 
-def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main.main(arguments) == 0
-    return capsys.readouterr().out
+def answer(arguments: list[str]) -> dict[str, Any]:
+    return dict(json.loads(run(*arguments, "--json")[0]))
+
+
+def printed(arguments: list[str]) -> str:
+    return run(*arguments)[0]
 
 
 def rows(text: str, title: str) -> list[list[str]]:
@@ -49,9 +56,9 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "MODELS", named)
 
 
-def test_frontier_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(FRONTIER, capsys)
-    text = printed(FRONTIER, capsys)
+def test_frontier_is_printed() -> None:
+    found = answer(FRONTIER)
+    text = printed(FRONTIER)
     points = found["points"]
     assert len(points) > 2
     best = points[found["device"][0]]
@@ -64,10 +71,10 @@ def test_frontier_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_each_gb_less_has_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_gb_less_has_its_cost() -> None:
     """From one row to the next: milliseconds more over GB less, of the table's memory."""
-    found = answer(FRONTIER, capsys)
-    text = printed(FRONTIER, capsys)
+    found = answer(FRONTIER)
+    text = printed(FRONTIER)
     checked = 0
     for title, memory in (("Less device memory", "device"), ("Less host memory", "host")):
         plans = [found["points"][index] for index in found[memory]]
@@ -80,8 +87,8 @@ def test_each_gb_less_has_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert checked > 5
 
 
-def test_pasted_options_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    for each in answer(FRONTIER, capsys)["points"]:
+def test_pasted_options_are_those_of_the_table() -> None:
+    for each in answer(FRONTIER)["points"]:
         given: dict[str, Any] = {"device_bytes": 1.9e9, "host_bytes": 1.6e9, "tokens": 1024, "sequence": 1024}
         given["recompute"] = each["recompute"]
         (again,) = zf.plan(1e8, "rtx-4090", **given | each["options"])["policies"]
@@ -89,23 +96,23 @@ def test_pasted_options_are_those_of_the_table(capsys: pytest.CaptureFixture[str
         assert (again["step_s"], again["needs"]) == (each["step_s"], each["needs"])
 
 
-def test_frontier_of_nothing_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed([*FRONTIER, "--device-memory", "0.1GB"], capsys)
+def test_frontier_of_nothing_says_what_is_missing() -> None:
+    text = printed([*FRONTIER, "--device-memory", "0.1GB"])
     said = r"Nothing fits: the nearest plan lacks GB: \d\.\d on device\. One fits with (\d\.\d) GB of device memory"
     found = re.search(said, " ".join(text.split()))
     assert found is not None
-    assert "Nothing fits" not in printed([*FRONTIER, "--device-memory", f"{found[1]}GB"], capsys)
+    assert "Nothing fits" not in printed([*FRONTIER, "--device-memory", f"{found[1]}GB"])
 
 
-def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(MODELS, capsys)
+def test_models_that_fit_and_what_others_lack(two_models: None) -> None:
+    found = answer(MODELS)
     small, large = found["models"]
     assert (small["model"], large["model"]) == ("qwen3-0.6b", "llama3-70b")
     assert small["best"]["fits"]
     assert small["best"]["options"] == {"policy": "resident", "gradient_accumulation_steps": 1}
     assert large["best"] is None
     assert large["shortages"]["host"] > 0
-    text = printed(MODELS, capsys)
+    text = printed(MODELS)
     assert re.search(r"qwen3-0\.6b +1 .* yes *\n", text)
     said = " ".join(text.split())
     assert f"llama3-70b: the nearest plan lacks GB: {missing(large['shortages'])}. One fits with " in said
@@ -113,9 +120,9 @@ def test_models_that_fit_and_what_others_lack(two_models: None, capsys: pytest.C
     assert 'qwen3-0.6b: {"policy": "resident", "gradient_accumulation_steps": 1} recompute=False' in text
 
 
-def test_host_memory_decides_what_fits(two_models: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_memory_decides_what_fits(two_models: None) -> None:
     given = [*MODELS, "--recompute", "--policy", "zero_offload"]
-    little, enough = (answer([*given, "--host-memory", size], capsys)["models"][0] for size in ("3GB", "24GB"))
+    little, enough = (answer([*given, "--host-memory", size])["models"][0] for size in ("3GB", "24GB"))
     assert (little["best"], list(little["shortages"])) == (None, ["host"])
     assert enough["best"]["fits"]
 
@@ -132,9 +139,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_piped_answer_has_no_progress(two_models: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(MODELS) == 0
-    assert capsys.readouterr().err == ""
+def test_piped_answer_has_no_progress(two_models: None) -> None:
+    assert run(*MODELS)[1] == ""
 
 
 def drawn(path: Path) -> str:
@@ -142,9 +148,9 @@ def drawn(path: Path) -> str:
     return path.read_text()
 
 
-def test_picture_shows_the_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_shows_the_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the plots extra")
-    points = answer(FRONTIER, capsys)["points"]
+    points = answer(FRONTIER)["points"]
     picture = drawn(tmp_path / "first.svg")
     said = re.findall(r">([^<>]+)</text>", picture)
     assert "0.1b on rtx-4090, 1024 tokens per device and step" in said
