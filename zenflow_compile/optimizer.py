@@ -421,7 +421,10 @@ class ZenFlow(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of ``state_dict``. Weights may be loaded before or after; gradients are discarded.
+        """Restore the state of ``state_dict``. Weights may be loaded before or after.
+
+        Gradients stay in ``.grad``, as with PyTorch's optimizers; after an error of a backward or a step they are
+        discarded, and so they are in the optimizer-in-backward form.
 
         Of a state that another number of ranks saved in the middle of update windows, these are flushed, and the
         weights must be loaded before: other ones are refused here, and later ones by their first use.
@@ -432,7 +435,8 @@ class ZenFlow(torch.optim.Optimizer):
 
         Raises:
             ValueError, TypeError: the state belongs to another model or plan, is not complete, has a value that no step
-                can use, or is none; nothing has changed then. After anything else, such as a failure of memory or disk,
+                can use, or is none, or there are several ranks and gradients that no step has used; nothing has changed
+                then. After anything else, such as a failure of memory or disk,
                 no step runs until a state has been loaded.
         """
         engine = self.engine

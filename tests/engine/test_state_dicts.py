@@ -289,6 +289,7 @@ def test_cleared_state_is_refused() -> None:
         training.optimizer.step()
     assert_same(training.weights(), weights)
     training.optimizer.load_state_dict(saved)
+    training.optimizer.zero_grad()
     assert_same(training.run(2, 5).weights(), Training().run(0, 5).weights())
 
 
@@ -316,6 +317,7 @@ def test_written_state_is_refused(edit: str, place: int) -> None:
     assert_same(training.weights(), weights)
     assert_equal_states(training.optimizer.state_dict(), saved)
     training.optimizer.load_state_dict(saved)
+    training.optimizer.zero_grad()
     assert_same(training.run(2, 5).weights(), Training().run(0, 5).weights())
 
 

@@ -101,6 +101,31 @@ def test_state_dict_on_one_rank_raises_on_all(two_ranks: RankProcesses) -> None:
         assert "state_dict()" in text
 
 
+def one_step(rank: int, loads: bool) -> list[Tensor]:
+    """Loads between a backward and a step are refused, and change nothing; after ``zero_grad()`` they are not."""
+    model = uneven()
+    optimizer = on_ranks(model)
+    saved = optimizer.state_dict()
+    backward(model, 0, rank)
+    if loads:
+        with pytest.raises(ValueError, match=r"the gradients of 1 backwards.*call step\(\) or optimizer.zero_grad\(\)"):
+            optimizer.load_state_dict(saved)
+    optimizer.step()
+    optimizer.zero_grad()
+    if loads:
+        optimizer.load_state_dict(optimizer.state_dict())
+        backward(model, 1, rank)
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_load_over_gradients_is_refused(two_ranks: RankProcesses) -> None:
+    expected, loading = (two_ranks.call(one_step, loads)[0] for loads in (False, True))
+    assert all(map(torch.equal, loading, expected))
+
+
 def save_and_fail(rank: int) -> None:
     model = uneven()
     optimizer = on_ranks(model)

@@ -280,13 +280,30 @@ class Engine:
         core.check()
         core.use_memory()
 
+    @property
+    def unused_gradients(self) -> bool:
+        """Whether backwards that ended well have brought gradients that no step has used, in ``.grad``."""
+        return self._keeps_gradients and self.backward.count > 0
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        core, backward = self.core, self.backward
+        failed = core.failure is not None or backward.task is not None or backward.step_failed or core.updating
+        return not (failed or core.in_backward or self.registry.transport.may_have_failed)
+
     def abandon(self) -> None:
-        """Drop everything in flight, gradients and failed work too, before a state is loaded."""
+        """Drop everything in flight, failed work too, before a state is loaded.
+
+        Gradients stay in ``.grad``, as PyTorch's optimizers leave them, unless a backward or a step has failed.
+        """
         core = self.core
+        kept, backwards = self._keeps_gradients, self.backward.count
         core.failure = None
         core.check()
         core.use_memory()
         core.updating = False
+        if kept:
+            self.registry.leave_gradients()
         self.backward.reset()
         self.backward.task = None
         self.calls.forget()
@@ -295,7 +312,10 @@ class Engine:
         self.schedule.forget()
         for call in core.moments.abandon:
             call()
-        self.registry.drop_grads()
+        if kept:
+            self.backward.count = backwards
+        else:
+            self.registry.drop_grads()
         core.stale.forget()
         self.registry.abandon()
 

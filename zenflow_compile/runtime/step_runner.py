@@ -50,20 +50,24 @@ class StepRunner:
             call()
         declared = core.options.gradient_accumulation_steps
         undeclared = 0 if declared is None else max(0, core.backward.count - declared)
-        with self.calls.step(core.step, undeclared) as shortest_window:
-            if self.schedule.shortest_window is None:
-                self.schedule.shortest_window = shortest_window
-            present, untaken = self.registry.check_gradients()
-            if not present:
-                return False
-            self.begin_update(untaken)
-            try:
-                self.update_parameters(list(self.offloaded))
-                self.end_update()
-            except BaseException as error:
-                core.failure = error
-                raise
-            return True
+        try:
+            with self.calls.step(core.step, undeclared) as shortest_window:
+                if self.schedule.shortest_window is None:
+                    self.schedule.shortest_window = shortest_window
+                present, untaken = self.registry.check_gradients()
+                if not present:
+                    return False
+                self.begin_update(untaken)
+                try:
+                    self.update_parameters(list(self.offloaded))
+                    self.end_update()
+                except BaseException as error:
+                    core.failure = error
+                    raise
+                return True
+        except BaseException:
+            self._backward.step_failed = True
+            raise
 
     def begin_update(self, untaken: Sequence[OffloadedParam] = ()) -> None:
         """Take all gradients, also ``untaken`` ones from ``.grad``: they are final, and ``check_gradients`` has passed.

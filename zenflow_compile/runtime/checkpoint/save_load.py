@@ -109,6 +109,7 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
     with torch.device("cpu"):  # whatever the default device is
         # All ranks load it, or none of them does.
         try:
+            _refuse_unused_gradients(engine)
             checked = check_state(engine, groups, state)
             _refuse_filled_in(engine, checked)
         except Exception as error:
@@ -127,6 +128,15 @@ def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Map
             f"gradients in {len(checked.weights)} update windows were applied, as flush() does",
             UserWarning,
             stacklevel=user_stacklevel(),
+        )
+
+
+def _refuse_unused_gradients(engine: Engine) -> None:
+    """Raise ValueError if ranks have sent each other gradients that are still to be used."""
+    if engine.calls.divides and engine.unused_gradients:
+        raise ValueError(
+            f"load_state_dict() between backward() and step(): the gradients of {engine.backward.count} backwards, of "
+            "which other ranks have parts, would be lost; call step() or optimizer.zero_grad() first"
         )
 
 

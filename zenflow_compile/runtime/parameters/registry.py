@@ -304,6 +304,11 @@ class ParamRegistry:
         for param in self.params:
             param.grad = None
 
+    def leave_gradients(self) -> None:
+        """Leave unused gradients in ``.grad`` as dense tensors; those that a step has used refuse a further use."""
+        for offloaded in self.offloaded.values():
+            offloaded.shown.leave_gradient()
+
     def release_gradients(self, *, keep: bool) -> None:
         """Leave no gradient in ``.grad`` that needs the engine. ``keep``: unused ones become dense there."""
         for offloaded in self.offloaded.values():

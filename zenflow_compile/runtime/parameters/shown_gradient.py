@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -134,6 +135,13 @@ class ShownGradient(GradientSource):
             self.record.dropped(keep=self.plan.share is None)
             self.record = None
         self.parts.release()
+
+    def leave_gradient(self) -> None:
+        """Make an unused gradient in ``.grad`` dense. One whose copy has failed is discarded, which its use tells."""
+        grad = self.param.grad
+        if isinstance(grad, OffloadedGradient) and grad._record.state.away:
+            with suppress(RuntimeError):
+                grad._record.make_dense()
 
     def release_gradient(self, *, keep: bool) -> None:
         """Leave nothing in ``.grad`` that needs the engine; with ``keep``, an unused gradient becomes dense."""

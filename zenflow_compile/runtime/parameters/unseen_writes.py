@@ -1,13 +1,14 @@
 """Notices writes that move no version, as those through ``.data`` do, by samples of the weights.
 
-The optimizer would undo such a write: the weight's master does not know of it. A sample has up to ``SAMPLED`` elements,
-no fewer than three quarters of that, spread over rows and columns, as they were after the optimizer's own last write. A
-step compares them before it writes again: a write to the whole weight is always noticed, and one to a random share q of
-its elements with probability 1 - (1 - q)^n, with n elements in the sample.
+The optimizer would undo such a write: the weight's master does not know of it. Samples are kept as they were after the
+optimizer's own last write, and a step compares them before it writes again. A sample has all of a small weight, and one
+element or more of each line of a larger one, so that a write to a whole row, filter or expert is always noticed. One to
+a random share q of the elements is noticed with probability 1 - (1 - q)^n, with n elements in the sample.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,27 +27,32 @@ from zenflow_compile.runtime.device_updates.version_counter import VersionCounte
 from zenflow_compile.runtime.recorder import Recorder
 from zenflow_compile.torch_internals.torch_private import refusal_of, storage_identity
 
-SAMPLED = 32
-"""Elements of each weight's sample."""
+SAMPLED = 4096
+"""Elements of a weight's sample, or more; smaller weights are in it whole."""
+SHORTEST_LINE = 32
+"""Elements of a line that is sampled for itself: a sample has at most a thirtieth of a large weight."""
+_SCATTERED = 32  # elements of the sample of a weight that does not fill its memory
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sample_of(weight: Tensor) -> Tensor:
-    """View about ``SAMPLED`` elements of ``weight``, as integers of their size: NaN is unequal to itself.
+    """View elements of ``weight`` as integers of their size: NaN is unequal to itself.
 
-    In dense memory they begin at the first element, in equal steps to the last row: code often writes the rows at the
-    ends. The number of steps is chosen so that the elements are in different columns, too. In other memory they are on
-    the diagonal.
+    In dense memory they have equal steps, from the first element to the last line. A line is what lies between two
+    elements that follow each other along a dimension: a row of a matrix, also of an expert's, or a filter. Steps are
+    shorter than a line, and prime to all strides, so that the elements are in all lines, and in different columns. In
+    other memory they are on the diagonal.
     """
     bits = weight.detach().view(_INTEGERS[weight.element_size()])
     sizes, strides, elements = weight.shape, weight.stride(), weight.numel()
-    count = min(SAMPLED, elements)
     if sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1 == elements:
-        row = max([1, *(stride for stride in strides if stride < elements)])
-        ways = [(number, (elements - 1) // max(1, number - 1)) for number in range(count, count * 3 // 4, -1)]
-        count, step = max(ways, key=lambda way: len({place * way[1] % row for place in range(way[0])}))
+        line = min((stride for stride in strides if SHORTEST_LINE <= stride < elements), default=elements)
+        step = max(1, min(line - 1, elements // SAMPLED))
+        while any(math.gcd(step, stride) > 1 for stride in strides):
+            step -= 1
+        count = (elements - 1) // step + 1
     else:
-        count = min(SAMPLED, max(sizes))
+        count = min(_SCATTERED, max(sizes))
         step = sum(size // count * stride for size, stride in zip(sizes, strides, strict=True))
     return bits.as_strided((count,), (step,), weight.storage_offset())
 

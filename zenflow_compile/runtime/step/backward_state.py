@@ -22,11 +22,12 @@ class BackwardPass:
         received: its gradients were averaged over ranks.
         concurrent: it began while a backward in another thread ran, or after one had failed.
         count: backwards with gradients since the last optimizer step.
+        step_failed: an optimizer step that was to use its gradients has raised.
         returned: gradients that compiled backwards return to autograd, by graph task and parameter.
         lock: backwards of graphs may run in several threads; they accumulate one after the other.
     """
 
-    __slots__ = ("_thread", "concurrent", "contributed", "count", "lock", "received", "returned", "task")
+    __slots__ = ("_thread", "concurrent", "contributed", "count", "lock", "received", "returned", "step_failed", "task")
 
     def __init__(self) -> None:
         self.task: int | None = None
@@ -34,6 +35,7 @@ class BackwardPass:
         self.received = False
         self.concurrent = False
         self.count = 0
+        self.step_failed = False
         self.returned: dict[tuple[int, int], Tensor] = {}
         self.lock = threading.RLock()
         self._thread = threading.get_ident()
@@ -58,6 +60,7 @@ class BackwardPass:
         self.contributed = False
         self.returned.clear()  # of backwards that failed
         self.count = 0
+        self.step_failed = False
 
 
 class StaleGradients:
