@@ -37,8 +37,8 @@ from zenflow_compile.weight_readers import adapt_known_readers
 
 _LEAST_STABLE_SHARE = 0.1  # of the rates at which momentum is stable; a warning tells of update windows that leave less
 _NOT_WRITABLE = (
-    "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; create a new optimizer to "
-    f"start with new moments, or, {TO_CHANGE_STATE}"
+    "shows a state that lives elsewhere: clearing, replacing or writing it changes nothing; assign an empty dict to "
+    f"start with new moments, or create a new optimizer, or, {TO_CHANGE_STATE}"
 )
 
 _NO_GRADIENT = (
@@ -153,7 +153,8 @@ class ZenFlow(torch.optim.Optimizer):
         """For each parameter ``step``: f32[], the number of gradients it has taken, brought up to date by each read.
 
         The other entries raise when they are used: ``state_dict()`` makes them. To change it, change its tensors
-        and load it. After a write to any of ``state`` the next ``step()`` raises.
+        and load it. After a write to any of ``state`` the next ``step()`` raises. An empty mapping that is assigned has
+        all parameters begin again, without moments and at step 0.
         """
         if not self._lazy_engine.is_closed and not self._state_was_edited:  # else the next step says so
             self._show_steps()
@@ -161,10 +162,15 @@ class ZenFlow(torch.optim.Optimizer):
 
     @state.setter
     def state(self, states: defaultdict[Tensor, dict[str, Any]]) -> None:
-        if hasattr(self, "_states"):
+        if not hasattr(self, "_states"):
+            self._states = states
+            self._steps_shown: list[save_load.ShownStep] = []
+        elif isinstance(states, Mapping) and not states:
+            save_load.begin_again(self.engine, self.param_groups)
+            self._states.clear()
+            self._show_steps()
+        else:
             raise AttributeError(f"optimizer.state {_NOT_WRITABLE}")
-        self._states = states
-        self._steps_shown: list[save_load.ShownStep] = []
 
     def _show_steps(self) -> None:
         self._steps_shown[:] = save_load.show_steps(self.engine, self._states)  # a wrapper may share the list

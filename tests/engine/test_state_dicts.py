@@ -282,7 +282,7 @@ def test_cleared_state_is_refused() -> None:
     training = Training().run(0, 2)
     saved, weights = training.optimizer.state_dict(), training.weights()
     with pytest.raises(AttributeError, match="clearing, replacing or writing it changes nothing"):
-        training.optimizer.state = {}  # type: ignore[assignment]
+        training.optimizer.state = saved["state"]
     training.optimizer.state.clear()
     training.backward(2)
     with pytest.raises(RuntimeError, match=r"optimizer\.state was cleared.*create a new optimizer"):

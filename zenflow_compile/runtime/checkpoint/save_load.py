@@ -84,19 +84,30 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
     if isinstance(engine, ForkedEngine):
         errors.refuse_in_child()
     engine.calls.begin_save()
-    index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     with torch.device("cpu"):  # whatever the default device is
         entries = {plan.index: _entries(engine, plan.index) for plan in engine.plan.params if plan.trained}
-    return {
-        "state": entries,
-        "param_groups": [
+    return {"state": entries, "param_groups": _saved_groups(engine, groups)}
+
+
+def _saved_groups(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
+    with torch.device("cpu"):
+        return [
             {
                 **{key: _own(value) for key, value in group.items() if key != "params"},
                 "params": [index_of[id(param)] for param in group["params"]],
             }
             for group in groups
-        ],
-    }
+        ]
+
+
+def begin_again(engine: Engine, groups: Sequence[dict[str, Any]]) -> None:
+    """Have the state of an optimizer that has not stepped, as PyTorch's have once their ``state`` is empty.
+
+    Gradients in update windows are applied before. Raises: see ``load_state_dict``.
+    """
+    engine.flush()
+    load_state_dict(engine, groups, {"state": {}, "param_groups": _saved_groups(engine, groups)})
 
 
 def load_state_dict(engine: Engine, groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
