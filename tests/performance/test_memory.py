@@ -17,6 +17,7 @@ from zenflow_compile.performance.memory import needs_of
 from zenflow_compile.performance.model_shape import shape_of
 from zenflow_compile.planning.planners import divide, make_plan
 from zenflow_compile.rules.adamw import ADAMW
+from zenflow_compile.runtime.device.memory_list import MemoryList
 from zenflow_compile.runtime.gradients.offloaded_gradient import OffloadedGradient
 from zenflow_compile.runtime.host.arena import HostArena
 from zenflow_compile.runtime.host.workers import Workers
@@ -70,13 +71,16 @@ def memory_of(tensors: Iterator[Tensor]) -> dict[int, int]:
 
 
 def bytes_on_device(model: nn.Module, optimizer: ZenFlowAdamW) -> int:
-    """Bytes of everything but weights: the optimizer's device memory, and gradients."""
+    """Bytes of everything but weights and their samples: the optimizer's device memory, and gradients."""
     registry = optimizer.engine.registry
     used = memory_of(device_tensors(registry, {id(kernel) for kernel in registry.memory.kernels.values()}))
     hosts = [each.host for each in registry.offloaded.values()]
     not_the_devices = memory_of(device_tensors(hosts, set())) | memory_of(iter(model.parameters()))
     streamed = [(each.host, [param.state for param in each.params]) for each in registry.streamed.subgroups]
     not_the_devices |= memory_of(each for each in device_tensors(streamed, set()) if each.dim())
+    samples = MemoryList()
+    registry.unseen_writes.list_memory(samples)
+    not_the_devices |= {storage.data_ptr(): storage.nbytes() for storage, _ in samples.storages()}
     grads = [param.grad for param in model.parameters()]
     # To ask an offloaded gradient for its storage would give it one.
     gradients = memory_of(grad for grad in grads if grad is not None and not isinstance(grad, OffloadedGradient))
