@@ -106,7 +106,7 @@ def test_empty_state_begins_again(name: str, entry: Any, tmp_path: Path) -> None
     training.optimizer.close()
 
 
-def test_windows_are_applied_before_the_state_begins_again() -> None:
+def test_windows_are_applied_before_a_new_beginning() -> None:
     training, flushed = (Training(EAGER_BACKEND, {"update_interval": 4}).run(0, 6) for _ in range(2))
     training.optimizer.state = defaultdict(dict)
     flushed.optimizer.flush()

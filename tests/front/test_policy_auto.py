@@ -129,9 +129,7 @@ def test_files_are_chosen_if_host_memory_is_short(short_host: None, tmp_path: Pa
         Training(None, {"policy": "resident"}, build=deep).load(saved)
 
 
-def test_state_of_matrices_outside_of_chosen_files_is_warned_of(
-    short_host: None, measured: list[Hardware], tmp_path: Path
-) -> None:
+def test_matrices_outside_of_chosen_files_warn(short_host: None, measured: list[Hardware], tmp_path: Path) -> None:
     # Both memories are large enough for state in files alone; matrices are updated on the device.
     measured[0] = replace(SLOW_HOST, device_bytes=50_000, host_bytes=20_000)
     *others, last = (layer for layer in deep() if isinstance(layer, nn.Linear))

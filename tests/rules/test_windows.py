@@ -146,7 +146,7 @@ def test_state_that_is_not_in_files_is_warned_of(
     ] * warned
 
 
-def test_later_matrices_that_are_not_in_files_are_warned_of(tmp_path: Path) -> None:
+def test_later_matrices_outside_of_files_warn(tmp_path: Path) -> None:
     optimizer = ZenFlow(
         [torch.nn.Parameter(torch.randn(64, 64))], rules.AdamW(), policy="zero_infinity", nvme_path=str(tmp_path)
     )

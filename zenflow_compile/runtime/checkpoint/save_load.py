@@ -90,6 +90,7 @@ def state_dict(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def _saved_groups(engine: Engine, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``param_groups`` with the numbers of parameters in place of these."""
     index_of = {id(param): index for index, param in enumerate(engine.registry.given)}
     with torch.device("cpu"):
         return [
